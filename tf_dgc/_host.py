@@ -1,0 +1,190 @@
+"""Every private name of TensorFlow and Keras that this package touches.
+
+Each function says where the name lives, since when it has been as it is used here, and
+why no public name does. TFD is tensorflow/python/distribute, KB is
+keras/src/backend. Seen in TensorFlow 2.18 to 2.21 and Keras 3.5 to 3.15.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_HINT = (
+    "tf_dgc needs {name}, which this version does not have: TensorFlow {tf}, Keras "
+    "{keras}. Install versions that its setup.cfg allows, or report this."
+)
+
+try:
+    from keras.src.backend.common import global_state
+    from tensorflow.python.distribute import (
+        device_util,
+        distribute_lib,
+        distribute_utils,
+        input_lib,
+    )
+    from tensorflow.python.eager import context
+except ImportError as error:
+    raise ImportError(
+        _HINT.format(name=error.name, tf=tf.__version__, keras=keras.__version__)
+    ) from error
+
+
+def probe() -> None:
+    """Check that every private name is where it is expected.
+
+    Raises:
+        ImportError: one has moved; names it and the installed versions.
+    """
+    wanted: list[tuple[Any, str]] = [
+        (context.context(), "_initialized"),
+        (context.context(), "configure_coordination_service"),
+        (context, "coordination_config_pb2"),
+        (context, "global_seed"),
+        (device_util, "resolve"),
+        (device_util, "get_host_for_device"),
+        (distribute_lib, "UpdateContext"),
+        (distribute_utils, "create_mirrored_variable"),
+        (distribute_utils, "VARIABLE_CLASS_MAPPING"),
+        (distribute_utils, "VARIABLE_POLICY_MAPPING"),
+        (distribute_utils, "select_replica"),
+        (distribute_utils, "value_container"),
+        (global_state, "get_global_attribute"),
+        (input_lib, "DistributedDataset"),
+        (input_lib, "InputWorkers"),
+        (input_lib, "_create_distributed_tensor_spec"),
+        (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
+    ]
+    for owner, name in wanted:
+        if not hasattr(owner, name):
+            place = getattr(owner, "__name__", type(owner).__name__)
+            raise ImportError(
+                _HINT.format(
+                    name=f"{place}.{name}", tf=tf.__version__, keras=keras.__version__
+                )
+            )
+
+
+def tensorflow_has_started() -> bool:
+    """Tell whether this process has run an operation.
+
+    tensorflow/python/eager/context.py: Context._initialized. The public functions
+    that refuse a late call change what they set.
+    """
+    return bool(context.context()._initialized)
+
+
+def configure_coordination(workers: int, timeout: float) -> None:
+    """Bound the time that TensorFlow's coordination service waits for workers.
+
+    tensorflow/python/eager/context.py: Context.configure_coordination_service.
+    MultiWorkerMirroredStrategy leaves alone what is already configured, and by itself
+    waits for an hour.
+    """
+    job = context.coordination_config_pb2.CoordinatedJob(
+        name="worker", num_tasks=workers
+    )
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader="/job:worker/replica:0/task:0",
+        cluster_register_timeout_in_ms=int(timeout * 1000),
+        coordinated_jobs=[job],
+    )
+
+
+def global_seed() -> int | None:
+    """Return what `tf.random.set_seed` was given, if it was called.
+
+    tensorflow/python/eager/context.py: global_seed. Nothing public tells.
+    """
+    return context.global_seed()
+
+
+def resolve_device(device: str) -> str:
+    """Complete a device name. TFD/device_util.py: resolve."""
+    return device_util.resolve(device)
+
+
+def host_of_device(device: str) -> str:
+    """Name the CPU beside a device. TFD/device_util.py: get_host_for_device."""
+    return device_util.get_host_for_device(device)
+
+
+def create_on_read_variable(
+    strategy: tf.distribute.Strategy, create: Callable[..., list[Any]], **kwargs: Any
+) -> Any:
+    """Make a variable that each worker updates and a read sums over the workers.
+
+    TFD/distribute_utils.py: create_mirrored_variable. Keras metrics ask for it.
+    """
+    return distribute_utils.create_mirrored_variable(
+        strategy,
+        create,
+        distribute_utils.VARIABLE_CLASS_MAPPING,
+        distribute_utils.VARIABLE_POLICY_MAPPING,
+        **kwargs,
+    )
+
+
+def local_component(structure: Any) -> Any:
+    """Unwrap distributed values. TFD/distribute_utils.py: select_replica."""
+    return distribute_utils.select_replica(0, structure)
+
+
+def value_container(value: Any) -> Any:
+    """Find a component's container. TFD/distribute_utils.py: value_container."""
+    return distribute_utils.value_container(value)
+
+
+def update_context() -> Any:
+    """Mark that a variable is being updated. TFD/distribute_lib.py: UpdateContext."""
+    return distribute_lib.UpdateContext(0)
+
+
+def distributed_dataset(
+    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, device: str
+) -> Any:
+    """Wrap this worker's share of the data so that Keras does not split it again.
+
+    TFD/input_lib.py: DistributedDataset, with a ready component.
+    """
+    host = host_of_device(device)
+    return input_lib.DistributedDataset(
+        input_lib.InputWorkers([(host, (device,))]),
+        strategy,
+        components=[dataset],
+        element_spec=input_lib._create_distributed_tensor_spec(
+            strategy, dataset.element_spec
+        ),
+        enable_get_next_as_optional=False,
+    )
+
+
+def calling_optimizer() -> keras.optimizers.Optimizer | None:
+    """Return the optimizer in whose name scope this is called, if any.
+
+    KB/common/name_scope.py: the stack under "name_scope_stack"; its entries' `caller`.
+    An optimizer's all_reduce looks like anyone's else.
+    """
+    stack = global_state.get_global_attribute("name_scope_stack")
+    caller = stack[-1].caller if stack else None
+    return caller if isinstance(caller, keras.optimizers.Optimizer) else None
+
+
+def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
+    """Return the strategy in whose scope an optimizer or variable was made.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._distribution_strategy, and
+    tensorflow/python/ops/resource_variable_ops.py: _distribute_strategy.
+    """
+    for name in ("_distribution_strategy", "_distribute_strategy"):
+        if hasattr(thing, name):
+            return getattr(thing, name)
+    return None
+
+
+def inner_optimizers(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizer and those it wraps, as LossScaleOptimizer does."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, *inner_optimizers(inner)]

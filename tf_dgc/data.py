@@ -1,0 +1,94 @@
+"""Each worker's share of a dataset of global batches. Pure tf.data."""
+
+from typing import Any
+
+import tensorflow as tf
+
+_Policy = tf.data.experimental.AutoShardPolicy
+
+
+def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+    """Split every global batch over the workers, in the order of rank.
+
+    All workers read the same batches and take their own rows of each, so all take the
+    same number of steps whatever the length of the dataset. A batch of n rows gives
+    worker r the rows r*n//N to (r+1)*n//N.
+
+    A last batch of fewer rows than workers is repeated over them, so that nobody trains
+    on nothing; where elements have one component, as in `predict`, some workers get
+    an empty batch instead.
+
+    With `AutoShardPolicy.OFF` the dataset is taken to be this worker's own, and each
+    of its batches is used up in N steps.
+
+    Args:
+        dataset: of batches: tensors, ragged or sparse tensors in any structure, rows
+            along the first axis.
+        rank: of this worker.
+        size: N.
+
+    Raises:
+        ValueError: the dataset is not batched, or asks to be sharded by file.
+    """
+    if size == 1:
+        return dataset
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
+            raise ValueError(
+                f"The dataset must be batched, to be split over {size} workers: call "
+                "`dataset.batch(global_batch_size)`. Received: elements "
+                f"{dataset.element_spec}"
+            )
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy in (_Policy.FILE, _Policy.HINT):
+        raise ValueError(
+            f"`auto_shard_policy` must be AUTO, DATA or OFF. Received: {policy}. "
+            "To read different files on each worker, shard the list of files yourself, "
+            "`files.shard(strategy.num_replicas_in_sync, strategy.rank)`, and set OFF."
+        )
+
+    def own_rows(*element: Any) -> Any:
+        return _rows(element, rank, size)
+
+    def all_rows(*element: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.range(size).map(lambda r: _rows(element, r, size))
+
+    if policy == _Policy.OFF:
+        return dataset.flat_map(all_rows).prefetch(1)
+    return dataset.map(own_rows).prefetch(1)
+
+
+def _rows(element: tuple[Any, ...], rank: Any, size: int) -> Any:
+    """Return one worker's rows of a global batch."""
+    structure = element[0] if len(element) == 1 else element
+    flat = [part for part in tf.nest.flatten(structure) if part is not None]
+    count = tf.cast(_row_count(flat[0]), tf.int64)
+    start = rank * count // size
+    stop = (rank + 1) * count // size
+    if isinstance(structure, tuple) and len(structure) > 1:
+        stop = tf.maximum(stop, start + 1)
+    return tf.nest.map_structure(
+        lambda part: _slice(part, start, stop, size), structure
+    )
+
+
+def _row_count(part: Any) -> Any:
+    if isinstance(part, tf.RaggedTensor):
+        return part.nrows()
+    return (part.dense_shape if isinstance(part, tf.SparseTensor) else tf.shape(part))[
+        0
+    ]
+
+
+def _slice(part: Any, start: tf.Tensor, stop: tf.Tensor, size: int) -> Any:
+    if part is None:
+        return None
+    if isinstance(part, tf.SparseTensor):
+        rest = part.dense_shape[1:]
+        begin = tf.concat([[start], tf.zeros_like(rest)], axis=0)
+        return tf.sparse.slice(part, begin, tf.concat([[stop - start], rest], axis=0))
+    rows = part[start:stop]
+    whole = part.shape[0]
+    if isinstance(rows, tf.Tensor) and whole is not None and whole % size == 0:
+        rows.set_shape([max(whole // size, 1), *part.shape[1:]])
+    return rows

@@ -1,0 +1,141 @@
+"""The step of Deep Gradient Compression. Pure functions.
+
+Axes: P arena elements, N workers, K message slots. The paper's letters: g gradient,
+u velocity (local momentum), v residual (accumulated velocity), m momentum.
+
+    g    <- clip(g, clip_norm * N**-0.5)
+    u    <- m * u + g                     Nesterov: u <- m * (u + g)
+    v    <- v + u                                   v <- v + u + g
+    S    <- the elements of v over their tensor's threshold
+    send    v[S]
+    v[S] <- v[S] - sent,  u[S] <- 0       0 but for the rounding of the sent values
+
+References:
+    Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018, algorithms 1 to 4,
+    https://arxiv.org/abs/1712.01887
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc import sparsify
+from tf_dgc.config import DGCConfig
+from tf_dgc.layout import Layout
+
+
+class Momentum(NamedTuple):
+    """The momentum that is taken over from the optimizer."""
+
+    factor: float  # m, in [0, 1]
+    nesterov: bool
+
+
+class State(NamedTuple):
+    """What a worker keeps from step to step."""
+
+    velocity: tf.Tensor | None  # u, shape [P], float32; None without momentum
+    residual: tf.Tensor  # v, shape [P], float32
+
+
+class Selection(NamedTuple):
+    """What a worker sends."""
+
+    positions: tf.Tensor  # shape [C], int64, ascending, C <= K
+    values: tf.Tensor  # shape [C], the message's value type
+
+
+def clip(gradients: Sequence[Any], clip_norm: float, workers: int) -> list[Any]:
+    """Clip local gradients over the norm of all of them together.
+
+    The exponent -1/2 belongs to gradients that are already divided by the number of
+    workers, as Keras does with the loss: their sum is the mean gradient.
+
+    Args:
+        gradients: tensors or IndexedSlices.
+        clip_norm: the norm allowed to the mean gradient.
+        workers: N.
+
+    Returns:
+        The gradients, scaled where their norm exceeds `clip_norm * N**-0.5`.
+    """
+    return tf.clip_by_global_norm(list(gradients), clip_norm * workers**-0.5)[0]
+
+
+def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> State:
+    """Add a local gradient, with momentum correction where there is momentum.
+
+    Args:
+        state: u and v.
+        gradient: g, shape [P], float32.
+        momentum: None accumulates the gradient itself.
+
+    Returns:
+        The state with u and v as at the top of this module.
+    """
+    u, v = state
+    if momentum is None or u is None:
+        return State(u, v + gradient)
+    if momentum.nesterov:
+        u = momentum.factor * (u + gradient)
+        return State(u, v + u + gradient)
+    u = momentum.factor * u + gradient
+    return State(u, v + u)
+
+
+def select(
+    state: State, layout: Layout, sparsity: float, config: DGCConfig, step: tf.Tensor
+) -> Selection:
+    """Select what to send of the residual.
+
+    Args:
+        state: u and v after `accumulate`.
+        layout: of the arena.
+        sparsity: of the present stage; 0 selects everything.
+        config: `sample_fraction` and `value_dtype` count.
+        step: shape [], int64.
+
+    Returns:
+        The selection, its values rounded to `config.value_dtype` but never to infinity.
+    """
+    slots = sum(sparsify.slots_per_segment(layout, sparsity))
+    threshold = sparsify.thresholds(
+        state.residual, layout, sparsity, config.sample_fraction, step
+    )
+    positions = sparsify.select(state.residual, layout, threshold, slots)
+    values = tf.gather(state.residual, positions)
+    value_dtype = tf.as_dtype(config.value_dtype)
+    if value_dtype != tf.float32:
+        limit = float(value_dtype.max)
+        values = tf.cast(tf.clip_by_value(values, -limit, limit), value_dtype)
+    return Selection(positions, values)
+
+
+def keep(state: State, selection: Selection, masking: bool) -> State:
+    """Take what was sent out of the state.
+
+    Args:
+        state: u and v after `accumulate`.
+        selection: what was sent.
+        masking: momentum factor masking; clears u where something was sent.
+
+    Returns:
+        The state with sent + kept = accumulated.
+    """
+    u, v = state
+    where = selection.positions[:, tf.newaxis]
+    v = tf.tensor_scatter_nd_sub(v, where, tf.cast(selection.values, tf.float32))
+    if masking and u is not None:
+        u = tf.tensor_scatter_nd_update(
+            u, where, tf.zeros_like(selection.positions, tf.float32)
+        )
+    return State(u, v)
+
+
+def keep_nothing(state: State, masking: bool) -> State:
+    """Return the state after a step that sent the whole residual densely."""
+    u, v = state
+    if masking and u is not None:
+        u = tf.zeros_like(u)
+    return State(u, tf.zeros_like(v))

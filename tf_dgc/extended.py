@@ -1,0 +1,263 @@
+"""What tf.distribute asks of a strategy of one replica in each process.
+
+Variables are plain tf.Variables, so models save and load as on one machine; only what
+Keras metrics accumulate is kept by worker and summed when it is read.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc import _host, data
+from tf_dgc.transports import Transport, handshake
+
+_ReduceOp = tf.distribute.ReduceOp
+# Workers must not drop out the same units: each adds its rank, times this.
+_SEED_STRIDE = 7919
+
+
+class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
+    """Places one replica on this worker's device and reduces over a transport.
+
+    Attributes:
+        used: whether a variable was made in the strategy's scope.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        transport: Transport,
+        replica_context: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(strategy)
+        self._transport = transport
+        self._replica_context = replica_context
+        self._device = _host.resolve_device(transport.device)
+        self._default_device = None
+        self.experimental_enable_get_next_as_optional = False
+        self.used = False
+
+    # Variables.
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        self.used = True
+        kwargs.pop("colocate_with", None)
+        synchronization = kwargs.get("synchronization")
+
+        def create(**kwargs: Any) -> Any:
+            with tf.device(self._device):
+                return next_creator(**kwargs)
+
+        if synchronization == tf.VariableSynchronization.ON_READ:
+            return _host.create_on_read_variable(
+                self._container_strategy(), lambda **kw: [create(**kw)], **kwargs
+            )
+        if (
+            synchronization != tf.VariableSynchronization.NONE
+            and self._transport.size > 1
+        ):
+            kwargs["initial_value"] = self._shared_initial_value(kwargs)
+        return create(**kwargs)
+
+    def _shared_initial_value(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
+        value, name = kwargs["initial_value"], kwargs.get("name")
+        transport = self._transport
+
+        def initial_value() -> tf.Tensor:
+            local = value() if callable(value) else value
+            local = tf.convert_to_tensor(local, dtype=kwargs.get("dtype"))
+            if local.dtype == tf.string:
+                return local
+            if tf.executing_eagerly():
+                form = {"shape": local.shape.as_list(), "dtype": local.dtype.name}
+                handshake.agree(transport, f"variable {name!r}", form)
+            (shared,) = transport.broadcast([local], "variable")
+            if name == "seed_generator_state":
+                own = tf.cast(transport.rank * _SEED_STRIDE, shared.dtype)
+                shared = tf.concat([shared[:1] + own, shared[1:]], axis=0)
+            return shared
+
+        return initial_value
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        strategy = self._container_strategy()
+        if _host.strategy_of(colocate_with_variable) is not strategy:
+            raise ValueError(
+                f"The variable {colocate_with_variable.name!r} was made outside the "
+                "scope of this strategy. Build and compile the model inside "
+                "`with strategy.scope():`."
+            )
+
+    def _update(
+        self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        with tf.device(self._device), _host.update_context():
+            result = fn(
+                var, *_host.local_component(args), **_host.local_component(kwargs)
+            )
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def _update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        with tf.device(self._device), _host.update_context():
+            result = fn(*_host.local_component(args), **_host.local_component(kwargs))
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def read_var(self, v: Any) -> tf.Tensor:
+        """Return a variable's value."""
+        return tf.identity(v)
+
+    def value_container(self, value: Any) -> Any:
+        """Return the distributed value that `value` is a part of, or itself."""
+        return _host.value_container(value)
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, tf.distribute.DistributedValues):
+            return value._values
+        return (value,)
+
+    # Data.
+
+    def _input_context(self) -> tf.distribute.InputContext:
+        size = self._transport.size
+        return tf.distribute.InputContext(size, self._transport.rank, size)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        own = data.share_of(dataset, self._transport.rank, self._transport.size)
+        return _host.distributed_dataset(self._container_strategy(), own, self._device)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        own = dataset_fn(self._input_context())
+        return _host.distributed_dataset(self._container_strategy(), own, self._device)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        context = tf.distribute.experimental.ValueContext(
+            self._transport.rank, self._transport.size
+        )
+        return value_fn(context)
+
+    # Running and reducing.
+
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        context = self._replica_context(self._container_strategy())
+        with tf.device(self._device), context:
+            result = fn(*_host.local_component(args), **_host.local_component(kwargs))
+        context.refuse_pending()
+        if getattr(fn, "__name__", "") == "check_finite":
+            # LossScaleOptimizer: an overflow on one worker is one for all.
+            (finite,) = self._transport.all_reduce(
+                [tf.cast(result, tf.int32)], "finite"
+            )
+            result = tf.equal(finite, self._transport.size)
+        return result
+
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any
+    ) -> Any:
+        values = [value for value, _ in value_destination_pairs]
+        flat = [_own_value(part) for part in tf.nest.flatten(values)]
+        dense = [part for part in flat if isinstance(part, tf.Tensor)]
+        reduced = iter(self._transport.all_reduce(dense, "reduce"))
+        summed = [
+            next(reduced) if isinstance(part, tf.Tensor) else self._sum_slices(part)
+            for part in flat
+        ]
+        if reduce_op == _ReduceOp.MEAN:
+            summed = [
+                part / tf.cast(self._transport.size, part.dtype) for part in summed
+            ]
+        return tf.nest.pack_sequence_as(values, summed)
+
+    def _sum_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+        values = self._transport.all_gather_ragged(slices.values, "reduce.values")
+        indices = self._transport.all_gather_ragged(slices.indices, "reduce.indices")
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> tf.Tensor:
+        value = _own_value(value)
+        order = list(range(value.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        rows = tf.transpose(value, order)
+        return tf.transpose(self._transport.all_gather_ragged(rows, "gather"), order)
+
+    def _broadcast_to(self, tensor: tf.Tensor, destinations: Any) -> tf.Tensor:
+        return tensor
+
+    # Who and where.
+
+    def _in_multi_worker_mode(self) -> bool:
+        # True would lead Keras into branches that only fit TensorFlow's own strategy.
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> int:
+        return 0
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._transport.rank
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._transport.size
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The one device of this worker."""
+        return (self._device,)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The one device of this worker."""
+        return (self._device,)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        """Return the one device of this worker."""
+        return (self._device,)
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: every worker builds its own graph."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: every worker initialises its own variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker is the one that saves."""
+        return self._transport.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this worker is the one that writes summaries."""
+        return self._transport.rank == 0
+
+    @property
+    def _global_batch_size(self) -> bool:
+        return True
+
+
+def _own_value(value: Any) -> tf.Tensor | tf.IndexedSlices:
+    """Return this worker's component of a value as a tensor or IndexedSlices."""
+    if isinstance(value, tf.distribute.DistributedValues):
+        value = value.values[0]
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)

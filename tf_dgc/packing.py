@@ -1,0 +1,168 @@
+"""Selection <-> message: one buffer of a fixed number of bytes. Pure functions.
+
+A message of K slots for an arena of P elements is, in this order,
+
+    header     HEADER_WORDS x int32: FORMAT, flags, checksum of the layout, step,
+               number of elements, index + 1 of the first tensor that is not finite
+    values     K x float32 | float16 | bfloat16
+    low bits   K x uint8 | uint16     position modulo 2**L, L = 8 or 16
+    high bits  K + P / 2**L bits      for the i-th element, bit i + position // 2**L
+
+padded to a multiple of 4 bytes. Positions ascend. Their encoding is that of Elias and
+Fano: 1.6 bytes a position at 0.1% (two bytes of the paper's fixed format) and 1.1
+bytes at 25%. Unused slots are zero.
+
+References:
+    Elias: Efficient storage and retrieval by content and address of static files,
+    J. ACM 21 (1974), https://doi.org/10.1145/321812.321820
+"""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+FORMAT = 0x44474301  # "DGC", version 1
+HEADER_WORDS = 6
+
+
+class Header(NamedTuple):
+    """The first words of a message, each of shape [], int32."""
+
+    format: tf.Tensor
+    flags: tf.Tensor
+    checksum: tf.Tensor
+    step: tf.Tensor
+    count: tf.Tensor
+    nonfinite: tf.Tensor
+
+
+class Format(NamedTuple):
+    """The static form of a message."""
+
+    slots: int  # K
+    size: int  # P
+    value_dtype: tf.DType
+    low_bits: int  # 8 or 16
+
+    @property
+    def high_bytes(self) -> int:
+        """Bytes of the high bits; none where the message has no slots."""
+        return -(-(self.slots + (self.size >> self.low_bits)) // 8) if self.slots else 0
+
+    @property
+    def body_bytes(self) -> tuple[int, int, int]:
+        """Bytes of the values, of the low bits, and of the high bits with padding."""
+        values = self.slots * self.value_dtype.size
+        low = self.slots * self.low_bits // 8
+        return values, low, self.high_bytes + -(values + low + self.high_bytes) % 4
+
+    @property
+    def words(self) -> int:
+        """Length of the whole message in int32 words."""
+        return HEADER_WORDS + sum(self.body_bytes) // 4
+
+    @property
+    def bytes(self) -> int:
+        """Length of the whole message in bytes."""
+        return 4 * self.words
+
+
+def make_format(slots: int, size: int, value_dtype: tf.DType | str) -> Format:
+    """Choose the shorter encoding for K slots out of P elements."""
+    value_dtype = tf.as_dtype(value_dtype)
+    formats = [Format(slots, size, value_dtype, bits) for bits in (8, 16)]
+    return min(formats, key=lambda form: form.words)
+
+
+def pack(
+    form: Format,
+    positions: tf.Tensor,
+    values: tf.Tensor,
+    *,
+    checksum: int,
+    step: tf.Tensor,
+    nonfinite: tf.Tensor,
+) -> tf.Tensor:
+    """Write a selection into a message.
+
+    Args:
+        form: what `make_format` returned.
+        positions: shape [C], int64, C <= K, ascending, below P.
+        values: shape [C], `form.value_dtype`.
+        checksum: of the layout.
+        step: shape [], any integer type.
+        nonfinite: shape [], int32: 0, or the index of a variable + 1.
+
+    Returns:
+        shape [form.words], int32.
+    """
+    count = tf.size(positions)
+    header = tf.stack(
+        [FORMAT, 0, checksum, tf.cast(step % 2**31, tf.int32), count, nonfinite]
+    )
+    if not form.slots:
+        return header
+    unused = [[0, form.slots - count]]
+    low = tf.cast(
+        tf.bitwise.bitwise_and(positions, 2**form.low_bits - 1),
+        tf.uint8 if form.low_bits == 8 else tf.uint16,
+    )
+    body = tf.concat(
+        [
+            _to_bytes(tf.pad(values, unused)),
+            _to_bytes(tf.pad(low, unused)),
+            _high_bits(form, positions),
+        ],
+        axis=0,
+    )
+    words = tf.bitcast(tf.reshape(body, [form.words - HEADER_WORDS, 4]), tf.int32)
+    return tf.concat([header, words], axis=0)
+
+
+def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def _high_bits(form: Format, positions: tf.Tensor) -> tf.Tensor:
+    total = form.body_bytes[2]
+    rank = tf.range(tf.size(positions, tf.int64), dtype=tf.int64)
+    index = rank + tf.bitwise.right_shift(positions, form.low_bits)
+    bits = tf.scatter_nd(
+        index[:, tf.newaxis],
+        tf.ones_like(index, tf.float32),
+        tf.constant([8 * total], tf.int64),
+    )
+    weights = tf.constant([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0])
+    return tf.cast(tf.linalg.matvec(tf.reshape(bits, [-1, 8]), weights), tf.uint8)
+
+
+def unpack(form: Format, message: tf.Tensor) -> tuple[Header, tf.Tensor, tf.Tensor]:
+    """Read a message.
+
+    Args:
+        form: the form that the sender used.
+        message: shape [form.words], int32.
+
+    Returns:
+        The header, the positions [C] int64 and the values [C] `form.value_dtype`.
+    """
+    header = Header(*tf.unstack(message[:HEADER_WORDS], HEADER_WORDS))
+    if not form.slots:
+        return header, tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
+    body = _to_bytes(message[HEADER_WORDS:])
+    value_bytes, low_bytes, high_bytes = tf.split(body, form.body_bytes)
+    values = tf.bitcast(
+        tf.reshape(value_bytes, [form.slots, form.value_dtype.size]), form.value_dtype
+    )
+    low_dtype, width = (tf.uint8, 1) if form.low_bits == 8 else (tf.uint16, 2)
+    low = low_bytes
+    if width > 1:
+        low = tf.bitcast(tf.reshape(low_bytes, [form.slots, width]), low_dtype)
+    shifts = tf.range(8, dtype=tf.int32)
+    bits = tf.bitwise.right_shift(tf.cast(high_bytes, tf.int32)[:, tf.newaxis], shifts)
+    bits = tf.bitwise.bitwise_and(bits, 1)
+    index = tf.where(tf.reshape(bits, [-1]) > 0)[:, 0]
+    count = tf.size(index)
+    high = index - tf.range(tf.size(index, tf.int64), dtype=tf.int64)
+    positions = high * 2**form.low_bits + tf.cast(low[:count], tf.int64)
+    return header, positions, values[:count]

@@ -1,0 +1,132 @@
+"""Choose the elements to send: sampled thresholds, exact selection. Pure functions.
+
+Axes: P arena elements, B = P / BLOCK blocks, T tensors, K message slots, C candidates.
+"""
+
+import math
+
+import tensorflow as tf
+
+from tf_dgc import layout as layout_lib
+from tf_dgc.layout import BLOCK, Layout, Segment
+
+# The k-th largest of a sample scatters by about 1/sqrt(k): at least so many.
+MIN_SAMPLED_ABOVE = 64
+# Zeros are never worth a slot; the smallest normal float32 keeps them out.
+SMALLEST = 1.1754944e-38
+
+
+def slots_per_segment(layout: Layout, sparsity: float) -> list[int]:
+    """Return how many elements of each of the T segments a message has room for.
+
+    At least one per tensor, so that no tensor starves.
+    """
+    return [max(1, round(s.size * (1.0 - sparsity))) for s in layout.segments]
+
+
+def thresholds(
+    arena: tf.Tensor,
+    layout: Layout,
+    sparsity: float,
+    sample_fraction: float,
+    step: tf.Tensor,
+) -> tf.Tensor:
+    """Estimate, for each tensor, the magnitude that `1 - sparsity` of it exceeds.
+
+    The k-th largest magnitude of an evenly spaced sample, which starts elsewhere at
+    every step. The sample is `sample_fraction` of the tensor, more where that would
+    leave fewer than MIN_SAMPLED_ABOVE above the threshold, and then, for small
+    tensors, all of it: their thresholds are exact.
+
+    Args:
+        arena: shape [P], float32, the residual v.
+        layout: T segments.
+        sparsity: fraction not sent.
+        sample_fraction: in (0, 1].
+        step: shape [], int64.
+
+    Returns:
+        shape [T], float32, positive.
+    """
+    found = []
+    for segment, slots in zip(
+        layout.segments, slots_per_segment(layout, sparsity), strict=True
+    ):
+        values = arena[segment.offset : segment.offset + segment.size]
+        stride = _stride(segment, slots, sample_fraction)
+        count = slots
+        if stride > 1:
+            start = tf.cast(step * 7919 % stride, tf.int32)
+            values = values[start::stride]
+            count = max(1, round(slots / stride))
+        largest = tf.math.top_k(tf.abs(values), count).values
+        found.append(tf.maximum(largest[-1], SMALLEST))
+    return tf.stack(found) if found else tf.zeros([0])
+
+
+def _stride(segment: Segment, slots: int, sample_fraction: float) -> int:
+    """Return the step width of a segment's sample, coprime to common row lengths."""
+    wanted = max(
+        segment.size * sample_fraction, MIN_SAMPLED_ABOVE * segment.size / slots
+    )
+    stride = int(segment.size / wanted)
+    while stride > 1 and math.gcd(stride, 2 * 3 * 5 * 7) > 1:
+        stride -= 1
+    return max(stride, 1)
+
+
+def select(
+    arena: tf.Tensor, layout: Layout, threshold: tf.Tensor, slots: int
+) -> tf.Tensor:
+    """Select the elements that reach their own tensor's threshold.
+
+    Where more do than there are slots, those that exceed it the most, relative to
+    it, are kept. No element is preferred for its position.
+
+    Args:
+        arena: shape [P], float32.
+        layout: T segments.
+        threshold: shape [T], float32, positive.
+        slots: K, the most elements to select.
+
+    Returns:
+        Positions in the arena, ascending: shape [C'], int64, C' <= K.
+    """
+    of_block = tf.gather(threshold, layout_lib.segment_of_block(layout))
+    passes = tf.abs(tf.reshape(arena, [-1, BLOCK])) >= of_block[:, tf.newaxis]
+    candidates = tf.where(tf.reshape(passes, [-1]))[:, 0]
+
+    def strongest() -> tf.Tensor:
+        excess = tf.abs(tf.gather(arena, candidates)) / tf.gather(
+            of_block, candidates // BLOCK
+        )
+        kept = tf.math.top_k(excess, slots, sorted=False, index_type=tf.int64).indices
+        return tf.sort(tf.gather(candidates, kept))
+
+    positions = tf.cond(
+        tf.size(candidates, tf.int64) > slots, strongest, lambda: candidates
+    )
+    positions.set_shape([None])
+    return positions
+
+
+def scatter_sum(
+    positions: list[tf.Tensor], values: list[tf.Tensor], size: int
+) -> tf.Tensor:
+    """Sum the selections of all workers into one dense arena.
+
+    One worker after the other, in the order of rank, so that the floating-point sum
+    has the same bits everywhere.
+
+    Args:
+        positions: N tensors of shape [C], int64, without repetition.
+        values: N tensors of shape [C], float32.
+        size: P.
+
+    Returns:
+        shape [P], float32.
+    """
+    total = tf.zeros([size])
+    for where, what in zip(positions, values, strict=True):
+        total = tf.tensor_scatter_nd_add(total, where[:, tf.newaxis], what)
+    return total

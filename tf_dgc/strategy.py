@@ -1,0 +1,352 @@
+"""The tf.distribute strategies: one replica in each process, one seam to Keras.
+
+An optimizer calls, in its replica context, `all_reduce(SUM, gradients)` and then
+`merge_call(update, (gradients and variables, learning rate))`. The first is answered
+with the local gradients, marked pending. The second brings the variables too: there
+the synchronizer exchanges, and the update runs on the result.
+"""
+
+import atexit
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host, dgc
+from tf_dgc.config import DGCConfig
+from tf_dgc.extended import OneReplicaExtended
+from tf_dgc.state import StepStats
+from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
+from tf_dgc.transports import Transport, handshake, resolve
+from tf_dgc.version import __version__
+
+_logger = logging.getLogger("tf_dgc")
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+    """The seam: sees an optimizer's gradients together with their variables."""
+
+    def __init__(self, strategy: "_Strategy") -> None:
+        super().__init__(strategy, replica_id_in_sync_group=strategy.rank)
+        self._pending: list[Any] = []
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """Defer an optimizer's reduction to its merge_call; do any other."""
+        if not isinstance(value, list) or _host.calling_optimizer() is None:
+            return super().all_reduce(reduce_op, value, options)
+        local = [
+            tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in value
+        ]
+        self._pending.extend(local)
+        return local
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Exchange pending gradients, then run `merge_fn` on the result."""
+        optimizer = getattr(merge_fn, "__self__", None)
+        if not isinstance(optimizer, keras.optimizers.Optimizer) or not self._pending:
+            return super().merge_call(merge_fn, args, kwargs)
+        pairs, *rest = args
+        known = {id(gradient) for gradient in self._pending}
+        strange = [v.name for g, v in pairs if g is not None and id(g) not in known]
+        if strange:
+            raise RuntimeError(
+                f"The optimizer {optimizer.name!r} changed gradients between their "
+                f"reduction and their use, which cannot be followed: {strange}"
+            )
+        self._pending.clear()
+
+        def update(pairs: list[Any]) -> None:
+            super(ReplicaContext, self).merge_call(merge_fn, (pairs, *rest), kwargs)
+
+        self.strategy.exchange_and_update(optimizer, pairs, update)
+        return None
+
+    def refuse_pending(self) -> None:
+        """Raise RuntimeError where a reduction was asked for and never used."""
+        if self._pending:
+            raise RuntimeError(
+                f"An optimizer reduced {len(self._pending)} gradients and did not apply "
+                "them: they were not exchanged between the workers. Use `optimizer."
+                "apply` or `apply_gradients` as Keras defines them."
+            )
+
+
+class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """What the strategies share.
+
+    Nominally a MultiWorkerMirroredStrategy, for `isinstance` checks in other libraries;
+    none of its code runs.
+    """
+
+    def __init__(
+        self,
+        transport: str | Transport,
+        config: DGCConfig | None,
+        synchronizer: Callable[[Transport], Synchronizer],
+    ) -> None:
+        _host.probe()
+        self._transport = resolve(transport)
+        self._config = config
+        self._synchronizer = synchronizer(self._transport)
+        self._warned: set[str] = set()
+        record = {
+            "strategy": type(self).__name__,
+            "tf_dgc": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "transport": self._transport.name,
+            **(config.get_config() if config else {}),
+        }
+        handshake.agree(self._transport, "versions and settings", record)
+        self._share_seed()
+        tf.distribute.Strategy.__init__(
+            self, OneReplicaExtended(self, self._transport, ReplicaContext)
+        )
+        if self._transport.size > 1:
+            atexit.register(_warn_if_unused, self.extended)
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, in [0, num_replicas_in_sync)."""
+        return self._transport.rank
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, the worker that saves and reports."""
+        return self.rank == 0
+
+    @property
+    def transport(self) -> Transport:
+        """What carries tensors between the workers."""
+        return self._transport
+
+    @property
+    def config(self) -> DGCConfig | None:
+        """The settings; None where the strategy has none."""
+        return self._config
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: the transport knows the workers."""
+        return None
+
+    def stats(self, total: bool = False) -> StepStats:
+        """Return what this worker sent in the last step, or in all steps so far.
+
+        Args:
+            total: sum over all steps; `residual_norm` is the present one either way.
+
+        Returns:
+            Scalar tensors; see `StepStats` for their units.
+        """
+        return self._synchronizer.stats(total)
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """Run `fn` on this worker's replica; Keras calls this for every step.
+
+        Raises:
+            ValueError: `fn` is a step of a model that cannot be trained like this.
+        """
+        model = getattr(fn, "__self__", None)
+        if isinstance(model, keras.Model):
+            self._check_model(model)
+        outputs = super().run(fn, args, kwargs, options)
+        if (
+            getattr(fn, "__name__", "") == "one_step_on_data"
+            and self._transport.size > 1
+        ):
+            # Model.predict: each worker has the rows of its own share.
+            return tf.nest.map_structure(
+                lambda rows: self._transport.all_gather_ragged(rows, "predict"), outputs
+            )
+        return outputs
+
+    def exchange_and_update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        update: Callable[[list[Any]], None],
+    ) -> None:
+        """Exchange (gradient, variable) pairs and update the variables.
+
+        The variables whose momentum the exchange has taken over are updated with the
+        optimizer's own momentum suspended.
+        """
+        self._warn_about(optimizer)
+        used = [(g, v) for g, v in pairs if g is not None]
+        exchanged = self._synchronizer.exchange(
+            id(optimizer),
+            [g for g, _ in used],
+            [v for _, v in used],
+            _momentum_of(optimizer),
+        )
+        summed = [
+            ((g, v), compressed)
+            for g, (_, v), compressed in zip(
+                exchanged.gradients, used, exchanged.compressed, strict=True
+            )
+        ]
+        with_momentum = [pair for pair, compressed in summed if not compressed]
+        without = [pair for pair, compressed in summed if compressed]
+
+        def apply() -> None:
+            if with_momentum:
+                update(with_momentum)
+            if without:
+                with _suspended_momentum(optimizer):
+                    update(without)
+
+        if exchanged.apply is None:
+            apply()
+        else:
+            tf.cond(exchanged.apply, apply, lambda: None)
+
+    def _share_seed(self) -> None:
+        """Give all workers one global seed where the user has set none.
+
+        They shuffle alike then, and split the same batches between them.
+        """
+        if self._transport.size > 1 and _host.global_seed() is None:
+            seed = keras.random.randint([], 0, 2**31 - 1, "int32", seed=None)
+            (seed,) = self._transport.broadcast([tf.convert_to_tensor(seed)], "seed")
+            tf.random.set_seed(int(seed))
+
+    def _check_model(self, model: keras.Model) -> None:
+        if model.jit_compile is True and self._transport.size > 1:
+            raise ValueError(
+                "`jit_compile` must not be True with several workers: XLA cannot "
+                "compile their exchange. Received: jit_compile=True, "
+                f"{self._transport.size} workers. Use "
+                "`model.compile(..., jit_compile=False)`."
+            )
+        for optimizer in _host.inner_optimizers(getattr(model, "optimizer", None)):
+            if optimizer is not None and _host.strategy_of(optimizer) is not self:
+                raise ValueError(
+                    f"The optimizer {optimizer.name!r} was made outside the scope of "
+                    "this strategy and would train each worker by itself. Build and "
+                    "compile the model inside `with strategy.scope():`."
+                )
+
+    def _warn_about(self, optimizer: keras.optimizers.Optimizer) -> None:
+        clips = [
+            f"{name}={getattr(optimizer, name)}"
+            for name in ("clipnorm", "global_clipnorm", "clipvalue")
+            if getattr(optimizer, name, None) is not None
+        ]
+        if clips and self._transport.size > 1:
+            self._warn_once(
+                f"{optimizer.name}: Keras clips each worker's own gradient "
+                f"({', '.join(clips)}), before the exchange and after division by the "
+                "number of workers; DGCConfig(clip_norm=...) clips as the paper does"
+            )
+        corrects = self._config is not None and self._config.momentum_correction
+        if corrects and not _is_plain_sgd(optimizer):
+            self._warn_once(
+                f"{optimizer.name}: its gradients are accumulated without momentum "
+                "correction, which only keras.optimizers.SGD allows"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _logger.warning(message)
+
+
+class DenseStrategy(_Strategy):
+    """Plain synchronous data parallelism over several machines, for Keras 3.
+
+    Example:
+        strategy = tf_dgc.DenseStrategy()
+        with strategy.scope():
+            model = ...
+            model.compile("adam", "mse")
+        model.fit(dataset_of_global_batches)
+    """
+
+    def __init__(self, *, transport: str | Transport = "auto") -> None:
+        """Find the other workers; call this before any other TensorFlow operation.
+
+        Args:
+            transport: see `tf_dgc.transports.resolve`.
+
+        Raises:
+            ValueError: `transport` is unknown, or the workers differ in version or
+                strategy; names the field and the ranks.
+            TimeoutError: a worker did not come; names it.
+        """
+        super().__init__(transport, None, Dense)
+
+
+class DGCStrategy(_Strategy):
+    """Deep Gradient Compression: each worker sends its largest gradient elements.
+
+    Example:
+        strategy = tf_dgc.DGCStrategy(tf_dgc.DGCConfig(sparsity=0.999))
+        with strategy.scope():
+            model = ...
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(dataset_of_global_batches)
+
+    References:
+        Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018,
+        https://arxiv.org/abs/1712.01887
+    """
+
+    def __init__(
+        self, config: DGCConfig | None = None, *, transport: str | Transport = "auto"
+    ) -> None:
+        """Find the other workers; call this before any other TensorFlow operation.
+
+        Args:
+            config: the settings, the same on every worker; by default `DGCConfig()`.
+            transport: see `tf_dgc.transports.resolve`.
+
+        Raises:
+            TypeError: `config` is not a DGCConfig.
+            ValueError: `transport` is unknown, or the workers differ in version,
+                strategy or settings; names the field and the ranks.
+            TimeoutError: a worker did not come; names it.
+        """
+        config = DGCConfig() if config is None else config
+        if not isinstance(config, DGCConfig):
+            raise TypeError(
+                f"`config` must be a DGCConfig. Received: config={config!r}"
+            )
+        super().__init__(
+            transport, config, lambda found: DeepGradientCompression(found, config)
+        )
+
+
+def _is_plain_sgd(optimizer: keras.optimizers.Optimizer) -> bool:
+    return type(optimizer).update_step is keras.optimizers.SGD.update_step
+
+
+def _momentum_of(optimizer: keras.optimizers.Optimizer) -> dgc.Momentum | None:
+    if _is_plain_sgd(optimizer) and optimizer.momentum:
+        return dgc.Momentum(float(optimizer.momentum), bool(optimizer.nesterov))
+    return None
+
+
+@contextlib.contextmanager
+def _suspended_momentum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Trace an update of SGD without its momentum; its settings stay the user's."""
+    momentum, optimizer.momentum = optimizer.momentum, 0.0
+    try:
+        yield
+    finally:
+        optimizer.momentum = momentum
+
+
+def _warn_if_unused(extended: OneReplicaExtended) -> None:
+    if not extended.used:
+        _logger.warning(
+            "No variable was made in the scope of this strategy, so nothing was "
+            "synchronised: build and compile the model inside `with strategy.scope():`"
+        )

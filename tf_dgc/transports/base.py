@@ -1,0 +1,218 @@
+"""What a transport is, and which one a process takes.
+
+Axis: N workers, one process each, numbered by rank.
+"""
+
+import abc
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import tensorflow as tf
+
+_logger = logging.getLogger("tf_dgc")
+
+NAMES: Final = ("auto", "local", "collective", "horovod", "hybrid")
+DEFAULT_TIMEOUT: Final = 300.0
+
+
+def default_timeout() -> float:
+    """Return the seconds in TF_DGC_TIMEOUT, or DEFAULT_TIMEOUT.
+
+    Raises:
+        ValueError: the variable does not hold a positive number.
+    """
+    text = os.environ.get("TF_DGC_TIMEOUT", "")
+    try:
+        seconds = float(text) if text else DEFAULT_TIMEOUT
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(
+            "The environment variable TF_DGC_TIMEOUT must be a positive number of "
+            f"seconds. Received: TF_DGC_TIMEOUT={text!r}"
+        )
+    return seconds
+
+
+class Transport(abc.ABC):
+    """Moves tensors between workers.
+
+    Every worker makes the same calls in the same order. A call that not all workers
+    make fails on those that made it, after the transport's timeout. All methods work
+    eagerly and in graphs.
+
+    Attributes:
+        name: "local", "collective", "horovod", "hybrid", or a name of your own.
+        rank: of this worker, in [0, size).
+        size: N.
+        device: where this worker computes, e.g. "/device:GPU:0".
+    """
+
+    name: str
+    rank: int
+    size: int
+    device: str
+
+    @abc.abstractmethod
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum each tensor over the workers.
+
+        Args:
+            tensors: any number, of any integer or float types and of the same shapes
+                and types on every worker.
+            name: the same on every worker; two calls of a step have different ones.
+
+        Returns:
+            The sums, the same bits on every worker.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Gather a tensor from each worker.
+
+        Args:
+            tensor: shape S, the same on every worker; int32, int64, float16, float32
+                or float64.
+            name: as for `all_reduce`.
+
+        Returns:
+            shape [N, *S], in the order of rank.
+        """
+
+    def all_gather_ragged(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Join tensors whose first dimension may differ between workers.
+
+        Args:
+            tensor: shape [C, ...], any integer or float type or bool.
+            name: as for `all_reduce`.
+
+        Returns:
+            shape [sum of all C, ...], in the order of rank.
+        """
+        if self.size == 1:
+            return tf.identity(tensor)
+        length = tf.shape(tensor, tf.int64)[0]
+        lengths = self.all_gather(length, f"{name}.lengths")
+        longest = tf.maximum(tf.reduce_max(lengths), 1)
+        missing = [[0, longest - length]] + [[0, 0]] * (tensor.shape.rank - 1)
+        carried, restore = _carrier(tensor)
+        gathered = self.all_gather(tf.pad(carried, missing), name)
+        present = tf.range(longest) < lengths[:, tf.newaxis]
+        return restore(tf.boolean_mask(gathered, present))
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Return rank 0's tensors, bit for bit, on every worker.
+
+        Args:
+            tensors: of static shapes, the same on every worker; any type but string.
+            name: as for `all_reduce`.
+
+        Returns:
+            Tensors of the same shapes and types.
+        """
+        if self.size == 1 or not tensors:
+            return [tf.identity(tensor) for tensor in tensors]
+        words = [_to_words(tensor) for tensor in tensors]
+        if self.rank:
+            words = [tf.zeros_like(word) for word in words]
+        summed = self.all_reduce(words, name)
+        return [_from_words(*pair) for pair in zip(summed, tensors, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait, eagerly, until every worker has come here."""
+        self.all_reduce([tf.zeros([], tf.int32)], "barrier")
+
+
+def fuse(
+    tensors: Sequence[tf.Tensor], reduce: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Reduce any number of tensors with one call of `reduce` for each type.
+
+    Args:
+        tensors: any shapes and types; small integers and bool travel as int64.
+        reduce: takes and returns a vector.
+
+    Returns:
+        The reduced tensors in their order, of their types.
+    """
+    results: list[tf.Tensor] = list(tensors)
+    by_type: dict[tf.DType, list[int]] = {}
+    carriers = [_carrier(tensor) for tensor in tensors]
+    for i, (carried, _) in enumerate(carriers):
+        by_type.setdefault(carried.dtype, []).append(i)
+    for indices in by_type.values():
+        flat = [tf.reshape(carriers[i][0], [-1]) for i in indices]
+        joined = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
+        total = reduce(joined)
+        total.set_shape(joined.shape)
+        parts = (
+            [total] if len(flat) == 1 else tf.split(total, [tf.size(f) for f in flat])
+        )
+        for i, part in zip(indices, parts, strict=True):
+            restored = tf.reshape(carriers[i][1](part), tf.shape(tensors[i]))
+            restored.set_shape(tensors[i].shape)
+            results[i] = restored
+    return results
+
+
+def _carrier(
+    tensor: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Return the tensor in a type that every transport takes, and the way back."""
+    dtype = tensor.dtype
+    if dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
+        return tensor, tf.identity
+    carrier = tf.float32 if dtype.is_floating else tf.int64
+    return tf.cast(tensor, carrier), lambda carried: tf.cast(carried, dtype)
+
+
+def _to_words(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the bytes of a tensor of static shape, padded, as a vector of int32."""
+    if tensor.dtype == tf.bool:
+        tensor = tf.cast(tensor, tf.uint8)
+    octets = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+    octets = tf.pad(octets, [[0, -octets.shape[0] % 4]])
+    return tf.bitcast(tf.reshape(octets, [-1, 4]), tf.int32)
+
+
+def _from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Invert `_to_words`, to the shape and type of `like`."""
+    dtype = tf.uint8 if like.dtype == tf.bool else like.dtype
+    count = like.shape.num_elements() * dtype.size
+    octets = tf.reshape(tf.bitcast(words, tf.uint8), [-1])[:count]
+    if dtype.size > 1:
+        octets = tf.reshape(octets, [-1, dtype.size])
+    return tf.cast(tf.reshape(tf.bitcast(octets, dtype), like.shape), like.dtype)
+
+
+def claim_gpu(local_rank: int, local_size: int) -> None:
+    """Make only the GPU of this worker's local rank visible to TensorFlow.
+
+    Leaves alone what the user has chosen with `tf.config.set_visible_devices`, and a
+    machine on which TensorFlow has already started.
+
+    Args:
+        local_rank: among the workers of this machine.
+        local_size: how many they are.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus or tf.config.get_visible_devices("GPU") != gpus or len(gpus) == 1:
+        return
+    if local_size > len(gpus):
+        _logger.warning(
+            "%d workers share the %d GPUs of this machine", local_size, len(gpus)
+        )
+    try:
+        tf.config.set_visible_devices(gpus[local_rank % len(gpus)], "GPU")
+    except RuntimeError:
+        _logger.warning(
+            "TensorFlow has already started, so this worker cannot be given a GPU of "
+            "its own; create the strategy before any other TensorFlow call"
+        )
+
+
+def default_device() -> str:
+    """Return the first visible GPU, else the CPU, as a device name."""
+    return "/device:GPU:0" if tf.config.list_logical_devices("GPU") else "/device:CPU:0"

@@ -1,0 +1,113 @@
+"""TensorFlow's own collectives, over gRPC on CPUs and NCCL on GPUs.
+
+`MultiWorkerMirroredStrategy` is held for what it sets up: the server, the coordination
+service and the collective runtime. Its gradient path is not used.
+"""
+
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.transports import base, rendezvous
+
+# Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
+_FIRST_GROUP = 7_400
+_REDUCED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+class CollectiveTransport(base.Transport):
+    """All-reduce and all-gather by TensorFlow's collective operations.
+
+    An instance key is the number of elements, and each type has a group of its own.
+    So what matches on two workers is what they execute next, however often each has
+    traced its graph; TensorFlow's default keys count traces, or break in control flow.
+    """
+
+    name = "collective"
+
+    def __init__(
+        self,
+        addresses: Sequence[str] | None = None,
+        rank: int | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait for all workers and start TensorFlow's server.
+
+        Must run before any TensorFlow operation of the process, and once.
+
+        Args:
+            addresses: "host:port" of each worker; by default those of TF_CONFIG.
+            rank: the index of this worker in `addresses`.
+            timeout: seconds after which a collective that not all workers entered
+                fails; by default TF_DGC_TIMEOUT or 300.
+
+        Raises:
+            RuntimeError: TensorFlow has already run operations.
+            TimeoutError: a worker did not come; the message names it.
+            ValueError: TF_CONFIG is no cluster of workers.
+        """
+        self.timeout = base.default_timeout() if timeout is None else timeout
+        if addresses is None or rank is None:
+            addresses, rank = rendezvous.read_tf_config(os.environ.get("TF_CONFIG", ""))
+        if _host.tensorflow_has_started():
+            raise RuntimeError(
+                "TensorFlow has already run operations in this process, too late to "
+                "start its collectives. Create the strategy before any other "
+                "TensorFlow or Keras call."
+            )
+        self.rank, self.size = rank, len(addresses)
+        hosts = [address.rpartition(":")[0] for address in addresses]
+        local = [i for i, host in enumerate(hosts) if host == hosts[rank]]
+        base.claim_gpu(local.index(rank), len(local))
+        rendezvous.wait_for_peers(addresses, rank, self.timeout)
+        _host.configure_coordination(len(addresses), self.timeout)
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({"worker": list(addresses)}),
+                task_type="worker",
+                task_id=rank,
+                num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+                rpc_layer="grpc",
+            )
+        )
+        self.device = self._strategy.extended.worker_devices[0]
+        with tf.init_scope(), tf.device(self.device):
+            self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum each tensor over the workers, one collective for each type."""
+        with tf.device(self.device):
+            return base.fuse(tensors, self._reduce)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Gather a tensor from each worker."""
+        with tf.device(self.device):
+            flat = tf.reshape(tensor, [-1])
+            gathered = tf.raw_ops.CollectiveGatherV2(
+                input=flat, **self._arguments(flat, 0)
+            )
+            result = tf.reshape(
+                gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
+            )
+        result.set_shape([self.size, *tensor.shape])
+        return result
+
+    def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.CollectiveReduceV2(
+            input=vector, merge_op="Add", final_op="Id", **self._arguments(vector, 1)
+        )
+
+    def _arguments(self, vector: tf.Tensor, kind: int) -> dict[str, object]:
+        group = _FIRST_GROUP + 2 * _REDUCED.index(vector.dtype) + kind
+        with tf.device("CPU:0"):
+            return {
+                "group_size": tf.constant(self.size),
+                "group_key": tf.constant(group),
+                "instance_key": tf.size(vector),
+                "ordering_token": [self._order.handle],
+                "communication_hint": "auto",
+                "timeout_seconds": self.timeout,
+            }

@@ -1,0 +1,89 @@
+"""Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
+
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_dgc.transports import base
+
+
+def initialize(timeout: float) -> tuple[int, int]:
+    """Start Horovod, let a stalled collective fail, claim the GPU of the local rank.
+
+    Args:
+        timeout: seconds after which a collective that not all workers entered fails.
+
+    Returns:
+        Rank and size.
+
+    Raises:
+        ImportError: Horovod is not installed, or was built against another TensorFlow.
+    """
+    # Read by Horovod when it starts; what the user has set stays.
+    os.environ.setdefault(
+        "HOROVOD_STALL_CHECK_TIME_SECONDS", str(int(timeout // 2) or 1)
+    )
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(timeout) or 1))
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(timeout) or 1))
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise ImportError(
+            "This transport needs Horovod, built against the installed TensorFlow: "
+            f"run scripts/install_horovod.sh. Importing it failed: {error}"
+        ) from error
+    hvd.init()
+    base.claim_gpu(hvd.local_rank(), hvd.local_size())
+    return hvd.rank(), hvd.size()
+
+
+class HorovodTransport(base.Transport):
+    """All-reduce and all-gather by Horovod, under horovodrun or mpirun."""
+
+    name = "horovod"
+
+    def __init__(self, *, timeout: float | None = None) -> None:
+        """Start Horovod.
+
+        Args:
+            timeout: seconds after which a collective that not all workers entered
+                fails; by default TF_DGC_TIMEOUT or 300.
+
+        Raises:
+            ImportError: Horovod is not installed, or was built against another
+                TensorFlow.
+        """
+        self.timeout = base.default_timeout() if timeout is None else timeout
+        self.rank, self.size = initialize(self.timeout)
+        self.device = base.default_device()
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum each tensor over the workers, one collective for each type."""
+        import horovod.tensorflow as hvd
+
+        def reduce(vector: tf.Tensor) -> tf.Tensor:
+            unique = _unique_name(f"tf_dgc.{name}.{vector.dtype.name}")
+            return hvd.allreduce(vector, op=hvd.Sum, name=unique)
+
+        with tf.device(self.device):
+            return base.fuse(tensors, reduce)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Gather a tensor from each worker."""
+        import horovod.tensorflow as hvd
+
+        unique = _unique_name(f"tf_dgc.{name}")
+        with tf.device(self.device):
+            gathered = hvd.allgather(
+                tensor[tf.newaxis], name=unique, ignore_name_scope=True
+            )
+        gathered.set_shape([self.size, *tensor.shape])
+        return gathered
+
+
+def _unique_name(name: str) -> str:
+    """Horovod matches operations by name: one for each place in a graph."""
+    if tf.executing_eagerly():
+        return name
+    return tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=True)

@@ -1,0 +1,58 @@
+"""Dense tensors through TensorFlow's collectives, sparse ones through Horovod."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.transports import base, rendezvous
+from tf_dgc.transports.collective import CollectiveTransport
+from tf_dgc.transports.horovod import HorovodTransport, initialize
+
+
+class HybridTransport(base.Transport):
+    """All-reduce by TensorFlow's collectives, all-gather by Horovod.
+
+    The workers are those that horovodrun started. They find each other through its
+    rendezvous store, because TensorFlow's collectives must be set up before any
+    operation runs, Horovod's included.
+    """
+
+    name = "hybrid"
+
+    def __init__(self, *, timeout: float | None = None) -> None:
+        """Start Horovod and TensorFlow's collectives.
+
+        Args:
+            timeout: seconds after which a collective that not all workers entered
+                fails; by default TF_DGC_TIMEOUT or 300.
+
+        Raises:
+            ImportError: Horovod is not installed, or was built against another
+                TensorFlow.
+            NoHybridTransport: on some worker TensorFlow has already run operations,
+                or the launcher has no rendezvous store; on all workers alike.
+            TimeoutError: a worker did not come.
+        """
+        timeout = base.default_timeout() if timeout is None else timeout
+        rank, size = initialize(timeout)
+        obstacle = (
+            "TensorFlow has already run operations; create the strategy before any "
+            "other TensorFlow or Keras call"
+            if _host.tensorflow_has_started()
+            else ""
+        )
+        addresses = rendezvous.exchange_addresses(rank, size, obstacle, timeout)
+        self._dense = CollectiveTransport(addresses, rank, timeout=timeout)
+        self._sparse = HorovodTransport(timeout=timeout)
+        self.timeout, self.rank, self.size = timeout, rank, size
+        self.device = self._dense.device
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum each tensor over the workers by TensorFlow's collectives."""
+        return self._dense.all_reduce(tensors, name)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Gather a tensor from each worker by Horovod."""
+        with tf.device(self.device):
+            return self._sparse.all_gather(tensor, name)

@@ -1,0 +1,209 @@
+"""How workers find each other before TensorFlow has started.
+
+What comes over the network here is parsed as text and checked; nothing is unpickled.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_POLL_SECONDS = 0.05
+_REQUEST_SECONDS = 10.0
+
+
+class NoHybridTransport(RuntimeError):
+    """Some worker cannot take TensorFlow's collectives beside Horovod."""
+
+
+def read_tf_config(text: str) -> tuple[list[str], int]:
+    """Read the value of TF_CONFIG.
+
+    Args:
+        text: JSON with `cluster` (jobs "worker" and, before it, "chief") and `task`.
+
+    Returns:
+        The address of each worker in the order of rank, and this worker's rank. The
+        addresses are empty where there is no cluster.
+
+    Raises:
+        ValueError: it is not JSON, or no cluster of workers only.
+    """
+    if not text.strip():
+        return [], 0
+    try:
+        config = json.loads(text)
+        cluster = config.get("cluster") or {}
+        task = config.get("task") or {}
+        jobs = {job: list(members) for job, members in cluster.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"TF_CONFIG must be a JSON object with `cluster` and `task`: {error}. "
+            f"Received: TF_CONFIG={text!r}"
+        ) from error
+    if not jobs:
+        return [], 0
+    if set(jobs) - {"chief", "worker"}:
+        raise ValueError(
+            "TF_CONFIG must have no jobs but `chief` and `worker`: there are no "
+            f"parameter servers here, and evaluators run as jobs of their own. "
+            f"Received: jobs {sorted(jobs)}"
+        )
+    order = [
+        (job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, [])))
+    ]
+    addresses = [str(jobs[job][i]) for job, i in order]
+    for address in addresses:
+        check_address(address)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"TF_CONFIG names an address twice. Received: {addresses}")
+    place = (task.get("type"), task.get("index"))
+    if place not in order:
+        raise ValueError(
+            "`task` in TF_CONFIG must have the `type` and `index` of a member of "
+            f"`cluster`. Received: task={task!r}, cluster={cluster!r}"
+        )
+    return addresses, order.index(place)
+
+
+def check_address(address: str) -> tuple[str, int]:
+    """Split "host:port".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise ValueError(
+            f'A worker\'s address must be "host:port". Received: {address[:80]!r}'
+        )
+    return match[1].strip("[]"), int(match[2])
+
+
+def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
+    """Listen on this worker's port until every other worker's port answers.
+
+    Args:
+        addresses: "host:port" of each worker; the port of `rank` must be free.
+        rank: of this worker.
+        timeout: seconds to wait.
+
+    Raises:
+        TimeoutError: some worker did not come; names it.
+        OSError: this worker's port is taken.
+    """
+    deadline = time.monotonic() + timeout
+    missing = {i: check_address(a) for i, a in enumerate(addresses) if i != rank}
+    with _listen(check_address(addresses[rank])[1], addresses[rank], len(addresses)):
+        while missing:
+            for peer, place in list(missing.items()):
+                with contextlib.suppress(OSError):
+                    socket.create_connection(place, timeout=1.0).close()
+                    del missing[peer]
+            if missing and time.monotonic() > deadline:
+                named = ", ".join(f"{i} ({addresses[i]})" for i in sorted(missing))
+                raise TimeoutError(
+                    f"Worker {named} did not come within {timeout:g} s. Start every "
+                    "worker of the cluster with its own `task`, and check that "
+                    "addresses and ports are reachable from this machine."
+                )
+            if missing:
+                time.sleep(_POLL_SECONDS)
+
+
+def _listen(port: int, address: str, workers: int) -> socket.socket:
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("", port))
+    except OSError as error:
+        server.close()
+        raise OSError(
+            error.errno, f"This worker's port is taken: {address} ({error.strerror})"
+        ) from error
+    server.listen(workers + 8)
+    return server
+
+
+def exchange_addresses(
+    rank: int, size: int, obstacle: str, timeout: float
+) -> list[str]:
+    """Tell all workers a free port of this one, through horovodrun's store.
+
+    Args:
+        rank: of this worker.
+        size: number of workers.
+        obstacle: why this worker cannot take TensorFlow's collectives, or "".
+        timeout: seconds to wait for the others.
+
+    Returns:
+        "host:port" of each worker.
+
+    Raises:
+        NoHybridTransport: some worker has an obstacle, or there is no store; raised
+            on all workers alike.
+        TimeoutError: a worker did not answer; names it.
+        ValueError: the store holds something that is no address.
+    """
+    host = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
+    if not host or not port:
+        raise NoHybridTransport(
+            "the launcher has no rendezvous store (horovodrun has one, mpirun not)"
+        )
+    scope = f"http://{host}:{port}/tf_dgc"
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reserved:
+        reserved.bind(("", 0))
+        own = f"{_own_host(host, int(port))}:{reserved.getsockname()[1]}"
+        _put(f"{scope}/{rank}", f"!{obstacle}" if obstacle else own)
+        deadline = time.monotonic() + timeout
+        found = [_get(f"{scope}/{peer}", peer, deadline) for peer in range(size)]
+    obstacles = [
+        f"on rank {peer}, {text[1:]}"
+        for peer, text in enumerate(found)
+        if text.startswith("!")
+    ]
+    if obstacles:
+        raise NoHybridTransport("; ".join(obstacles))
+    for address in found:
+        check_address(address)
+    return found
+
+
+def _own_host(host: str, port: int) -> str:
+    """Return this machine's address on the network of the store."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _put(url: str, text: str) -> None:
+    request = urllib.request.Request(url, data=text.encode(), method="PUT")
+    with _opener.open(request, timeout=_REQUEST_SECONDS):
+        pass
+
+
+def _get(url: str, peer: int, deadline: float) -> str:
+    while True:
+        try:
+            with _opener.open(url, timeout=_REQUEST_SECONDS) as response:
+                return response.read(4096).decode("utf-8", "replace")
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"Worker {peer} did not tell its address in time. Do all workers "
+                "create the same strategy?"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+# The store is on the local network: never through a proxy.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
