@@ -39,6 +39,7 @@ def probe() -> None:
     """
     wanted: list[tuple[Any, str]] = [
         (context.context(), "_initialized"),
+        (context.context(), "abort_collective_ops"),
         (context.context(), "configure_coordination_service"),
         (context, "coordination_config_pb2"),
         (context, "global_seed"),
@@ -99,6 +100,17 @@ def global_seed() -> int | None:
     tensorflow/python/eager/context.py: global_seed. Nothing public tells.
     """
     return context.global_seed()
+
+
+def abort_collectives(message: str) -> None:
+    """Make the collective that this process waits in, and all later ones, fail.
+
+    tensorflow/python/eager/context.py: Context.abort_collective_ops, which
+    MultiWorkerMirroredStrategy's own health check calls. Safe from any thread.
+    """
+    context.context().abort_collective_ops(
+        tf.errors.DeadlineExceededError(None, None, message).error_code, message
+    )
 
 
 def resolve_device(device: str) -> str:

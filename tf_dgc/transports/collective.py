@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, rendezvous
+from tf_dgc.transports.watchdog import Watchdog
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
@@ -76,6 +77,7 @@ class CollectiveTransport(base.Transport):
         self.device = self._strategy.extended.worker_devices[0]
         with tf.init_scope(), tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
+        self._watchdog = Watchdog(list(addresses), rank, self.timeout)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
@@ -86,9 +88,12 @@ class CollectiveTransport(base.Transport):
         """Gather a tensor from each worker."""
         with tf.device(self.device):
             flat = tf.reshape(tensor, [-1])
-            gathered = tf.raw_ops.CollectiveGatherV2(
-                input=flat, **self._arguments(flat, 0)
-            )
+            with self._watchdog.entered(flat) as leave:
+                gathered = leave(
+                    tf.raw_ops.CollectiveGatherV2(
+                        input=flat, **self._arguments(flat, 0)
+                    )
+                )
             result = tf.reshape(
                 gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
             )
@@ -96,9 +101,15 @@ class CollectiveTransport(base.Transport):
         return result
 
     def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.CollectiveReduceV2(
-            input=vector, merge_op="Add", final_op="Id", **self._arguments(vector, 1)
-        )
+        with self._watchdog.entered(vector) as leave:
+            return leave(
+                tf.raw_ops.CollectiveReduceV2(
+                    input=vector,
+                    merge_op="Add",
+                    final_op="Id",
+                    **self._arguments(vector, 1),
+                )
+            )
 
     def _arguments(self, vector: tf.Tensor, kind: int) -> dict[str, object]:
         group = _FIRST_GROUP + 2 * _REDUCED.index(vector.dtype) + kind
@@ -109,5 +120,4 @@ class CollectiveTransport(base.Transport):
                 "instance_key": tf.size(vector),
                 "ordering_token": [self._order.handle],
                 "communication_hint": "auto",
-                "timeout_seconds": self.timeout,
             }

@@ -117,6 +117,18 @@ def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
                 time.sleep(_POLL_SECONDS)
 
 
+def unreachable(addresses: Sequence[str], rank: int) -> list[int]:
+    """Return the ranks of the other workers whose port does not answer now."""
+    gone = []
+    for peer, address in enumerate(addresses):
+        if peer != rank:
+            try:
+                socket.create_connection(check_address(address), timeout=1.0).close()
+            except OSError:
+                gone.append(peer)
+    return gone
+
+
 def _listen(port: int, address: str, workers: int) -> socket.socket:
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

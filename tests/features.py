@@ -1,0 +1,462 @@
+"""What a Keras user does, once with each strategy: run as a worker process.
+
+    python tests/features.py --strategy dense --transport auto [NAME ...]
+
+Every feature trains a small model on fixed data and returns figures that do not depend
+on the number of workers. The last line of stdout is a JSON object.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_dgc
+
+STRATEGIES: dict[str, Callable[[str], Any]] = {
+    "none": lambda transport: None,
+    "dense": lambda transport: tf_dgc.DenseStrategy(transport=transport),
+    "dgc_dense": lambda transport: tf_dgc.DGCStrategy(
+        tf_dgc.DGCConfig(sparsity=0.0, momentum_masking=False, min_elements=1),
+        transport=transport,
+    ),
+    "dgc": lambda transport: tf_dgc.DGCStrategy(
+        tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=6, clip_norm=5.0),
+        transport=transport,
+    ),
+}
+FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {}
+
+
+def feature(function: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
+    FEATURES[function.__name__] = function
+    return function
+
+
+def scope(strategy: Any) -> Any:
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def regression(rows: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 8)).astype("float32")
+    return x, np.tanh(x[:, :2] @ random.normal(size=(2, 1))).astype("float32")
+
+
+def batches(rows: int = 64, batch: int = 16) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(regression(rows)).batch(batch)
+
+
+def mlp(*extra: keras.layers.Layer) -> keras.Model:
+    layers = [keras.layers.Input((8,)), keras.layers.Dense(16, activation="tanh")]
+    return keras.Sequential([*layers, *extra, keras.layers.Dense(1)])
+
+
+def outcome(model: keras.Model, history: Any) -> dict[str, Any]:
+    weights = [w for v in model.weights if "seed" not in v.path for w in [v.numpy()]]
+    return {
+        "history": {k: [float(x) for x in v] for k, v in history.history.items()},
+        "norms": [float(np.linalg.norm(w)) for w in weights],
+        "crc": zlib.crc32(b"".join(w.tobytes() for w in weights)),
+    }
+
+
+def trained(
+    strategy: Any,
+    optimizer: Callable[[], Any],
+    *extra: Callable[[], Any],
+    data: Any = None,
+    epochs: int = 3,
+    fit: dict[str, Any] | None = None,
+    **compiled: Any,
+) -> dict[str, Any]:
+    with scope(strategy):
+        model = mlp(*[layer() for layer in extra])
+        model.compile(optimizer(), "mse", metrics=["mae"], **compiled)
+    data = batches() if data is None else data
+    arguments = {"epochs": epochs, "verbose": 0} | (fit or {})
+    if isinstance(data, tuple):
+        return outcome(model, model.fit(*data, **arguments))
+    return outcome(model, model.fit(data, shuffle=False, **arguments))
+
+
+@feature
+def sgd(strategy: Any) -> dict[str, Any]:
+    return trained(strategy, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+
+
+@feature
+def nesterov(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy, lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)
+    )
+
+
+@feature
+def sgd_without_momentum(strategy: Any) -> dict[str, Any]:
+    return trained(strategy, lambda: keras.optimizers.SGD(0.05))
+
+
+@feature
+def adam(strategy: Any) -> dict[str, Any]:
+    return trained(strategy, lambda: keras.optimizers.Adam(0.01))
+
+
+@feature
+def adamw(strategy: Any) -> dict[str, Any]:
+    return trained(strategy, lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1))
+
+
+@feature
+def weight_decay_and_average(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(
+            0.05, momentum=0.9, weight_decay=0.01, use_ema=True, ema_momentum=0.9
+        ),
+    )
+
+
+@feature
+def steps_per_execution(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        steps_per_execution=4,
+    )
+
+
+@feature
+def gradient_accumulation(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
+    )
+
+
+@feature
+def accumulation_and_steps_per_execution(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+        steps_per_execution=2,
+    )
+
+
+@feature
+def loss_scaling(strategy: Any) -> dict[str, Any]:
+    # The first rows overflow at the initial scale: on one of several workers only.
+    x, y = regression()
+    y[:8] *= 1e4
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    return trained(
+        strategy,
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1e-5, momentum=0.9), initial_scale=2.0**125
+        ),
+        data=data,
+    )
+
+
+@feature
+def mixed_precision(strategy: Any) -> dict[str, Any]:
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        return trained(strategy, lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+@feature
+def synchronized_batch_norm(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        lambda: keras.layers.BatchNormalization(synchronized=True),
+        run_eagerly=False,
+    )
+
+
+@feature
+def batch_norm_and_dropout(strategy: Any) -> dict[str, Any]:
+    result = trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        lambda: keras.layers.BatchNormalization(),
+        lambda: keras.layers.Dropout(0.5),
+    )
+    # Statistics and masks are each worker's own: only say that training went on.
+    return {"finite": bool(np.isfinite(result["norms"]).all())}
+
+
+@feature
+def eager(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        epochs=2,
+        run_eagerly=True,
+    )
+
+
+@feature
+def last_batch_uneven(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        data=batches(rows=56, batch=16),
+    )
+
+
+@feature
+def dataset_of_unknown_length(strategy: Any) -> dict[str, Any]:
+    data = batches().filter(lambda x, y: tf.reduce_all(tf.math.is_finite(x)))
+    return trained(
+        strategy, lambda: keras.optimizers.SGD(0.05, momentum=0.9), data=data
+    )
+
+
+@feature
+def numpy_input_shuffled(strategy: Any) -> dict[str, Any]:
+    x, y = regression()
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        data=(x, y),
+        fit={"batch_size": 16, "shuffle": True, "validation_split": 0.25},
+    )
+
+
+@feature
+def regularized(strategy: Any) -> dict[str, Any]:
+    return trained(
+        strategy,
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        lambda: keras.layers.Dense(8, kernel_regularizer="l2"),
+    )
+
+
+@feature
+def sample_and_class_weights(strategy: Any) -> dict[str, Any]:
+    x, y = regression()
+    weights = np.linspace(0.5, 2.0, len(x)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(16)
+    return trained(
+        strategy, lambda: keras.optimizers.SGD(0.05, momentum=0.9), data=data
+    )
+
+
+@feature
+def embedding(strategy: Any) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    words = random.integers(0, 20, size=(64, 5))
+    y = (words.sum(axis=1, keepdims=True) / 50).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((words, y)).batch(16)
+    with scope(strategy):
+        model = keras.Sequential(
+            [
+                keras.layers.Input((5,), dtype="int32"),
+                keras.layers.Embedding(20, 4),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return outcome(model, model.fit(data, epochs=3, verbose=0, shuffle=False))
+
+
+@feature
+def dict_inputs(strategy: Any) -> dict[str, Any]:
+    x, y = regression()
+    data = tf.data.Dataset.from_tensor_slices(
+        ({"left": x[:, :3], "right": x[:, 3:]}, {"sum": y, "last": x[:, -1:]})
+    ).batch(16)
+    with scope(strategy):
+        left, right = keras.Input((3,), name="left"), keras.Input((5,), name="right")
+        joined = keras.layers.Concatenate()([left, right])
+        outputs = {
+            "sum": keras.layers.Dense(1, name="sum")(joined),
+            "last": keras.layers.Dense(1, name="last")(joined),
+        }
+        model = keras.Model({"left": left, "right": right}, outputs)
+        model.compile("adam", {"sum": "mse", "last": "mae"})
+    return outcome(model, model.fit(data, epochs=3, verbose=0, shuffle=False))
+
+
+class Adversaries(keras.Model):
+    """A custom train_step with two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.critic = keras.layers.Dense(6), keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def build(self, shape: Any) -> None:
+        self.encoder.build(shape)
+        self.critic.build((None, 6))
+        self.built = True
+
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first, self.second = first, second
+        self.first.build(self.encoder.trainable_variables)
+        self.second.build(self.critic.trainable_variables)
+
+    def call(self, x: Any) -> Any:
+        return self.critic(self.encoder(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        workers = tf.distribute.get_strategy().num_replicas_in_sync
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+            scaled = loss / workers
+        for optimizer, layer in (
+            (self.first, self.encoder),
+            (self.second, self.critic),
+        ):
+            variables = layer.trainable_variables
+            gradients = tape.gradient(scaled, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@feature
+def two_optimizers(strategy: Any) -> dict[str, Any]:
+    with scope(strategy):
+        model = Adversaries()
+        model.build((None, 8))
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.01)
+        )
+    return outcome(model, model.fit(batches(), epochs=3, verbose=0, shuffle=False))
+
+
+@feature
+def custom_loop(strategy: Any) -> dict[str, Any]:
+    strategy = strategy or tf.distribute.get_strategy()
+    with strategy.scope():
+        model = mlp()
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+
+    def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            scaled = loss / strategy.num_replicas_in_sync
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(scaled, variables), variables)
+        return loss
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return strategy.reduce("MEAN", strategy.run(replica_step, (x, y)), axis=None)
+
+    losses = []
+    for _ in range(3):
+        for x, y in strategy.experimental_distribute_dataset(batches()):
+            losses.append(float(step(x, y)))
+    weights = model.get_weights()
+    return {
+        "history": {"loss": losses},
+        "norms": [float(np.linalg.norm(w)) for w in weights],
+        "crc": zlib.crc32(b"".join(w.tobytes() for w in weights)),
+    }
+
+
+@feature
+def evaluate_and_predict(strategy: Any) -> dict[str, Any]:
+    with scope(strategy):
+        model = mlp()
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            "mse",
+            metrics=["mae", keras.metrics.RootMeanSquaredError()],
+        )
+    history = model.fit(
+        batches(), epochs=2, verbose=0, shuffle=False, validation_data=batches(40, 16)
+    )
+    x, y = regression(57)  # 57 rows in batches of 8: the last has one
+    evaluated = model.evaluate(x, y, batch_size=19, verbose=0, return_dict=True)
+    predicted = model.predict(x, batch_size=8, verbose=0)
+    from_dataset = model.predict(
+        tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0
+    )
+    return outcome(model, history) | {
+        "evaluated": [float(v) for v in evaluated.values()],
+        "predicted": predicted[:, 0].tolist(),
+        "from_dataset": from_dataset[:, 0].tolist(),
+    }
+
+
+@feature
+def callbacks(strategy: Any) -> dict[str, Any]:
+    with scope(strategy):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    chief = strategy is None or strategy.is_chief
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        used: list[keras.callbacks.Callback] = [
+            keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.5),
+            keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=3),
+        ]
+        if chief:
+            used.append(keras.callbacks.ModelCheckpoint(path))
+            used.append(keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")))
+        history = model.fit(
+            batches(), epochs=9, verbose=0, shuffle=False, callbacks=used
+        )
+        same = True
+        if chief:
+            loaded = keras.models.load_model(path, compile=False)
+            pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)
+            same = all(np.array_equal(a, b) for a, b in pairs)
+    return outcome(model, history) | {"epochs": len(history.epoch), "same": same}
+
+
+@feature
+def keras_random_data_augmentation_and_seeds(strategy: Any) -> dict[str, Any]:
+    with scope(strategy):
+        generator = keras.random.SeedGenerator(5)
+        noise = keras.random.normal([4], seed=generator)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return {"differs": True}
+    gathered = strategy.gather(noise[tf.newaxis], axis=0).numpy()
+    return {"differs": len(np.unique(gathered, axis=0)) == len(gathered)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", choices=STRATEGIES, default="dense")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    strategy = STRATEGIES[arguments.strategy](arguments.transport)
+    results: dict[str, Any] = {}
+    for name in arguments.names or FEATURES:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        print(name, file=sys.stderr, flush=True)
+        try:
+            results[name] = FEATURES[name](strategy)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    if strategy is not None:
+        results["transport"] = strategy.transport.name
+        results["rank"] = strategy.rank
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
