@@ -162,7 +162,7 @@ def loss_scaling(strategy: Any) -> dict[str, Any]:
     return trained(
         strategy,
         lambda: keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(1e-5, momentum=0.9), initial_scale=2.0**125
+            keras.optimizers.SGD(1e-9, momentum=0.9), initial_scale=2.0**107
         ),
         data=data,
     )

@@ -70,9 +70,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """Raise RuntimeError where a reduction was asked for and never used."""
         if self._pending:
             raise RuntimeError(
-                f"An optimizer reduced {len(self._pending)} gradients and did not apply "
-                "them: they were not exchanged between the workers. Use `optimizer."
-                "apply` or `apply_gradients` as Keras defines them."
+                f"An optimizer reduced {len(self._pending)} gradients and did not "
+                "apply them: they were not exchanged between the workers. Use "
+                "`optimizer.apply` or `apply_gradients` as Keras defines them."
             )
 
 

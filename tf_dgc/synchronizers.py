@@ -72,10 +72,11 @@ class Synchronizer(abc.ABC):
                 listed = {f"variable {i}": name for i, name in enumerate(names)}
                 handshake.agree(self.transport, "the trained variables", listed)
                 self._counters[key] = Counters()
+        name = f"optimizer{list(self._counters).index(key)}"
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
         exchanged, sent_bytes, sent_elements = self._exchange(
-            key, list(gradients), variables, momentum
+            name, list(gradients), variables, momentum
         )
         self._counters[key].record(
             tf.stack([tf.cast(sent_bytes, tf.int64), size, sent_elements, elements])
@@ -85,7 +86,7 @@ class Synchronizer(abc.ABC):
     @abc.abstractmethod
     def _exchange(
         self,
-        key: Hashable,
+        name: str,
         gradients: list[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None,
@@ -106,11 +107,13 @@ class Synchronizer(abc.ABC):
             sent, dense, sent_elements, dense_elements, self.residual_norm()
         )
 
-    def _sum_dense(self, gradients: list[Any]) -> tuple[list[Any], Any, Any]:
+    def _sum_dense(self, gradients: list[Any], name: str) -> tuple[list[Any], Any, Any]:
         """Sum tensors in one fused reduction, IndexedSlices by gathering them."""
         dense = [i for i, g in enumerate(gradients) if isinstance(g, tf.Tensor)]
         summed = list(gradients)
-        reduced = self.transport.all_reduce([gradients[i] for i in dense], "dense")
+        reduced = self.transport.all_reduce(
+            [gradients[i] for i in dense], f"{name}.dense"
+        )
         for i, tensor in zip(dense, reduced, strict=True):
             summed[i] = tensor
         elements: Any = sum(gradients[i].shape.num_elements() for i in dense)
@@ -119,7 +122,7 @@ class Synchronizer(abc.ABC):
         )
         for i, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                summed[i] = sum_slices(self.transport, gradient, f"slices{i}")
+                summed[i] = sum_slices(self.transport, gradient, f"{name}.slices{i}")
                 count = tf.size(gradient.values, tf.int64)
                 elements += count
                 size += count * gradient.dtype.size
@@ -154,16 +157,17 @@ class Dense(Synchronizer):
 
     def _exchange(
         self,
-        key: Hashable,
+        name: str,
         gradients: list[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None,
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
-        summed, size, elements = self._sum_dense(gradients)
+        summed, size, elements = self._sum_dense(gradients, name)
         return Exchanged(summed, [False] * len(summed), None), size, elements
 
 
 class _Arena(NamedTuple):
+    name: str  # of the owner, for the collectives
     indices: list[int]  # of the compressed among all gradients
     layout: layout_lib.Layout
     state: ArenaState
@@ -175,7 +179,7 @@ class DeepGradientCompression(Synchronizer):
     def __init__(self, transport: Transport, config: DGCConfig) -> None:
         super().__init__(transport)
         self.config = config
-        self._arenas: dict[Hashable, _Arena] = {}
+        self._arenas: dict[str, _Arena] = {}
 
     def residual_norm(self) -> tf.Tensor:
         """Return the Euclidean norm of what is kept back, shape [], float32."""
@@ -183,9 +187,9 @@ class DeepGradientCompression(Synchronizer):
         return tf.linalg.global_norm(residuals) if residuals else tf.zeros([])
 
     def _arena(
-        self, key: Hashable, variables: Sequence[Any], with_velocity: bool
+        self, name: str, variables: Sequence[Any], with_velocity: bool
     ) -> _Arena:
-        if key not in self._arenas:
+        if name not in self._arenas:
             indices = [
                 i
                 for i, v in enumerate(variables)
@@ -197,19 +201,19 @@ class DeepGradientCompression(Synchronizer):
                 [(variables[i].name, variables[i].shape.as_list()) for i in indices]
             )
             state = ArenaState(layout, with_velocity, self.transport.device)
-            self._arenas[key] = _Arena(indices, layout, state)
-        return self._arenas[key]
+            self._arenas[name] = _Arena(name, indices, layout, state)
+        return self._arenas[name]
 
     def _exchange(
         self,
-        key: Hashable,
+        name: str,
         gradients: list[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None,
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         if not self.config.momentum_correction:
             momentum = None
-        arena = self._arena(key, variables, momentum is not None)
+        arena = self._arena(name, variables, momentum is not None)
         nonfinite = first_nonfinite(gradients)
         if self.config.clip_norm is not None:
             gradients = dgc.clip(gradients, self.config.clip_norm, self.transport.size)
@@ -219,7 +223,7 @@ class DeepGradientCompression(Synchronizer):
         chosen = set(arena.indices)
         rest = [i for i in range(len(gradients)) if i not in chosen]
         reduced, dense_size, dense_elements = self._sum_dense(
-            [gradients[i] for i in rest]
+            [gradients[i] for i in rest], name
         )
         result: list[Any] = [None] * len(gradients)
         for i, gradient in zip(rest, reduced, strict=True):
@@ -285,7 +289,7 @@ class DeepGradientCompression(Synchronizer):
         message = packing.pack(
             form, *selection, checksum=checksum, step=step, nonfinite=nonfinite
         )
-        messages = self.transport.all_gather(message, f"message{index}")
+        messages = self.transport.all_gather(message, f"{arena.name}.message{index}")
         received = [
             packing.unpack(form, messages[rank]) for rank in range(self.transport.size)
         ]
@@ -299,7 +303,9 @@ class DeepGradientCompression(Synchronizer):
             after = dgc.keep(state, selection, config.momentum_masking)
             elements, size = tf.size(selection.positions, tf.int64), form.bytes
         else:
-            (summed,) = self.transport.all_reduce([state.residual], f"arena{index}")
+            (summed,) = self.transport.all_reduce(
+                [state.residual], f"{arena.name}.arena{index}"
+            )
             after = dgc.keep_nothing(state, config.momentum_masking)
             elements = tf.constant(layout.elements, tf.int64)
             size = form.bytes + 4 * layout.size

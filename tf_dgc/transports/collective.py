@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, rendezvous
+from tf_dgc.transports.turnstile import Turnstile
 from tf_dgc.transports.watchdog import Watchdog
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
@@ -77,7 +78,10 @@ class CollectiveTransport(base.Transport):
         self.device = self._strategy.extended.worker_devices[0]
         with tf.init_scope(), tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
-        self._watchdog = Watchdog(list(addresses), rank, self.timeout)
+        self._turnstile = Turnstile()
+        self._watchdog = Watchdog(
+            self._turnstile.calls, list(addresses), rank, self.timeout
+        )
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
@@ -88,7 +92,7 @@ class CollectiveTransport(base.Transport):
         """Gather a tensor from each worker."""
         with tf.device(self.device):
             flat = tf.reshape(tensor, [-1])
-            with self._watchdog.entered(flat) as leave:
+            with self._turnstile.entered(flat) as leave:
                 gathered = leave(
                     tf.raw_ops.CollectiveGatherV2(
                         input=flat, **self._arguments(flat, 0)
@@ -101,7 +105,7 @@ class CollectiveTransport(base.Transport):
         return result
 
     def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
-        with self._watchdog.entered(vector) as leave:
+        with self._turnstile.entered(vector) as leave:
             return leave(
                 tf.raw_ops.CollectiveReduceV2(
                     input=vector,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_dgc.transports import base
+from tf_dgc.transports.turnstile import Turnstile
 
 
 def initialize(timeout: float) -> tuple[int, int]:
@@ -57,14 +58,16 @@ class HorovodTransport(base.Transport):
         self.timeout = base.default_timeout() if timeout is None else timeout
         self.rank, self.size = initialize(self.timeout)
         self.device = base.default_device()
+        self._turnstile = Turnstile()
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
         import horovod.tensorflow as hvd
 
         def reduce(vector: tf.Tensor) -> tf.Tensor:
-            unique = _unique_name(f"tf_dgc.{name}.{vector.dtype.name}")
-            return hvd.allreduce(vector, op=hvd.Sum, name=unique)
+            unique = f"tf_dgc.{name}.{vector.dtype.name}"
+            with self._turnstile.entered(vector) as leave:
+                return leave(hvd.allreduce(vector, op=hvd.Sum, name=unique))
 
         with tf.device(self.device):
             return base.fuse(tensors, reduce)
@@ -73,17 +76,11 @@ class HorovodTransport(base.Transport):
         """Gather a tensor from each worker."""
         import horovod.tensorflow as hvd
 
-        unique = _unique_name(f"tf_dgc.{name}")
-        with tf.device(self.device):
-            gathered = hvd.allgather(
-                tensor[tf.newaxis], name=unique, ignore_name_scope=True
+        with tf.device(self.device), self._turnstile.entered(tensor) as leave:
+            gathered = leave(
+                hvd.allgather(
+                    tensor[tf.newaxis], name=f"tf_dgc.{name}", ignore_name_scope=True
+                )
             )
         gathered.set_shape([self.size, *tensor.shape])
         return gathered
-
-
-def _unique_name(name: str) -> str:
-    """Horovod matches operations by name: one for each place in a graph."""
-    if tf.executing_eagerly():
-        return name
-    return tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=True)

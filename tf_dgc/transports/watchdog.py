@@ -6,10 +6,8 @@ thousands of threads. Here one thread looks at a counter now and then.
 """
 
 import atexit
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -18,48 +16,25 @@ from tf_dgc.transports import rendezvous
 
 
 class Watchdog:
-    """Counts collectives as they are entered and left, and aborts one that hangs."""
+    """Aborts a collective that is not left within the timeout."""
 
-    def __init__(self, addresses: list[str], rank: int, timeout: float) -> None:
+    def __init__(
+        self, calls: tf.Variable, addresses: list[str], rank: int, timeout: float
+    ) -> None:
         """Start the watching thread.
 
         Args:
+            calls: of a `Turnstile`.
             addresses: "host:port" of each worker, to name those that are gone.
             rank: of this worker.
             timeout: seconds.
         """
-        self._addresses, self._rank, self._timeout = addresses, rank, timeout
-        with tf.init_scope(), tf.device("CPU:0"):
-            # Odd while this worker is inside a collective.
-            self._calls = tf.Variable(
-                tf.zeros([], tf.int64), trainable=False, name="tf_dgc_calls"
-            )
+        self._calls, self._addresses = calls, addresses
+        self._rank, self._timeout = rank, timeout
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         atexit.register(self._end)
-
-    @contextlib.contextmanager
-    def entered(self, tensor: tf.Tensor) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
-        """Count the operations made inside as one collective.
-
-        Args:
-            tensor: what the collective waits for before it starts.
-
-        Yields:
-            A function that takes the collective's result and returns it, counted.
-        """
-        with tf.control_dependencies([tensor]):
-            enter = self._calls.assign_add(1, read_value=False)
-
-        def leave(result: tf.Tensor) -> tf.Tensor:
-            with tf.control_dependencies([result]):
-                left = self._calls.assign_add(1, read_value=False)
-            with tf.control_dependencies([left] if left is not None else []):
-                return tf.identity(result)
-
-        with tf.control_dependencies([enter] if enter is not None else []):
-            yield leave
 
     def _watch(self) -> None:
         calls, since = 0, time.monotonic()

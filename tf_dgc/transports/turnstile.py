@@ -1,0 +1,53 @@
+"""Lets one collective of a process through at a time, and counts them."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+
+class Turnstile:
+    """Orders collectives as the program does, on every worker alike.
+
+    In a graph nothing else would: Horovod's operations count as stateless, and two of
+    the same name must not be under way at once.
+
+    Attributes:
+        calls: shape [], int64, odd while this worker is inside a collective.
+    """
+
+    def __init__(self) -> None:
+        """Create the counter. This starts TensorFlow."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.calls = tf.Variable(
+                tf.zeros([], tf.int64), trainable=False, name="tf_dgc_calls"
+            )
+
+    @contextlib.contextmanager
+    def entered(self, tensor: tf.Tensor) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
+        """Count the operations made inside as one collective.
+
+        Args:
+            tensor: what the collective waits for before it starts.
+
+        Yields:
+            A function that takes the collective's result and returns it, counted.
+        """
+        with _after(tensor):
+            enter = self.calls.assign_add(1, read_value=False)
+
+        def leave(result: tf.Tensor) -> tf.Tensor:
+            with _after(result):
+                left = self.calls.assign_add(1, read_value=False)
+            with _after(left):
+                return tf.identity(result)
+
+        with _after(enter):
+            yield leave
+
+
+def _after(
+    operation: tf.Operation | tf.Tensor | None,
+) -> contextlib.AbstractContextManager:
+    """Order what is made inside after `operation`; None where there is no graph."""
+    return tf.control_dependencies([] if operation is None else [operation])
