@@ -162,7 +162,7 @@ def loss_scaling(strategy: Any) -> dict[str, Any]:
     return trained(
         strategy,
         lambda: keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(1e-9, momentum=0.9), initial_scale=2.0**107
+            keras.optimizers.SGD(1e-7, momentum=0.9), initial_scale=2.0**121
         ),
         data=data,
     )

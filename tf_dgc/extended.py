@@ -80,18 +80,26 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
         return initial_value
 
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Return a context in which an optimizer makes a slot for a variable."""
+        self._refuse_foreign(colocate_with_variable)
+        return super().colocate_vars_with(colocate_with_variable)
+
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
-        strategy = self._container_strategy()
-        if _host.strategy_of(colocate_with_variable) is not strategy:
+        pass  # done above
+
+    def _refuse_foreign(self, variable: Any) -> None:
+        if _host.strategy_of(variable) is not self._container_strategy():
             raise ValueError(
-                f"The variable {colocate_with_variable.name!r} was made outside the "
-                "scope of this strategy. Build and compile the model inside "
-                "`with strategy.scope():`."
+                f"The variable {variable.name!r} was made outside the scope of this "
+                "strategy, and its optimizer inside. Build and compile the model "
+                "inside `with strategy.scope():`."
             )
 
     def _update(
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
+        self._refuse_foreign(var)
         with tf.device(self._device), _host.update_context():
             result = fn(
                 var, *_host.local_component(args), **_host.local_component(kwargs)

@@ -58,7 +58,7 @@ def thresholds(
         if stride > 1:
             start = tf.cast(step * 7919 % stride, tf.int32)
             values = values[start::stride]
-            count = max(1, round(slots / stride))
+            count = max(1, min(round(slots / stride), segment.size // stride))
         largest = tf.math.top_k(tf.abs(values), count).values
         found.append(tf.maximum(largest[-1], SMALLEST))
     return tf.stack(found) if found else tf.zeros([0])

@@ -65,12 +65,14 @@ class Synchronizer(abc.ABC):
         Raises:
             ValueError: the workers' variables differ.
         """
-        names = tuple(f"{v.name} {v.dtype.name} {v.shape}" for v in variables)
-        key = (owner, names)
+        key = (owner, tuple(v.name for v in variables))
         if key not in self._counters:
             with tf.init_scope():
-                listed = {f"variable {i}": name for i, name in enumerate(names)}
-                handshake.agree(self.transport, "the trained variables", listed)
+                listed = {
+                    f"variable {i}": f"{v.dtype.name} {v.shape}"
+                    for i, v in enumerate(variables)
+                }
+                handshake.agree(self.transport, "trained variables", listed)
                 self._counters[key] = Counters()
         name = f"optimizer{list(self._counters).index(key)}"
         elements = sum(v.shape.num_elements() for v in variables)

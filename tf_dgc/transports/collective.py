@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.transports import base, rendezvous
 from tf_dgc.transports.turnstile import Turnstile
-from tf_dgc.transports.watchdog import Watchdog
+from tf_dgc.transports.watchdog import Watchdog, complaint
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
@@ -79,9 +79,8 @@ class CollectiveTransport(base.Transport):
         with tf.init_scope(), tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
         self._turnstile = Turnstile()
-        self._watchdog = Watchdog(
-            self._turnstile.calls, list(addresses), rank, self.timeout
-        )
+        self._addresses = list(addresses)
+        Watchdog(self._turnstile.calls, self.timeout, self._abort)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
@@ -103,6 +102,13 @@ class CollectiveTransport(base.Transport):
             )
         result.set_shape([self.size, *tensor.shape])
         return result
+
+    def _abort(self) -> None:
+        message = complaint(self.rank, self.timeout)
+        if gone := rendezvous.unreachable(self._addresses, self.rank):
+            named = ", ".join(f"{peer} ({self._addresses[peer]})" for peer in gone)
+            message += f" No longer reachable: worker {named}."
+        _host.abort_collectives(message)
 
     def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
         with self._turnstile.entered(vector) as leave:

@@ -1,5 +1,6 @@
 """Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
 
+import logging
 import os
 from collections.abc import Sequence
 
@@ -7,6 +8,9 @@ import tensorflow as tf
 
 from tf_dgc.transports import base
 from tf_dgc.transports.turnstile import Turnstile
+from tf_dgc.transports.watchdog import Watchdog, complaint
+
+_logger = logging.getLogger("tf_dgc")
 
 
 def initialize(timeout: float) -> tuple[int, int]:
@@ -22,10 +26,6 @@ def initialize(timeout: float) -> tuple[int, int]:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
     """
     # Read by Horovod when it starts; what the user has set stays.
-    os.environ.setdefault(
-        "HOROVOD_STALL_CHECK_TIME_SECONDS", str(int(timeout // 2) or 1)
-    )
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(int(timeout) or 1))
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(timeout) or 1))
     try:
         import horovod.tensorflow as hvd
@@ -59,6 +59,13 @@ class HorovodTransport(base.Transport):
         self.rank, self.size = initialize(self.timeout)
         self.device = base.default_device()
         self._turnstile = Turnstile()
+        Watchdog(self._turnstile.calls, self.timeout, self._abort)
+
+    def _abort(self) -> None:
+        import horovod.tensorflow as hvd
+
+        _logger.error(complaint(self.rank, self.timeout))
+        hvd.shutdown()  # fails what waits, on all workers
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""

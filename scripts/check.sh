@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Check style and types and run the tests that start no worker processes.
+#
+#   scripts/check.sh [lint]      (lint: without the tests)
+set -euo pipefail
+. "$(dirname "$0")/setup_env.sh"
+
+ruff check .
+ruff format --check .
+mypy
+[ "${1:-}" = lint ] || python -m pytest -m "not processes"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Run all tests, in .venv, which is set up first where it is missing.
+#
+#   scripts/test.sh [ARGUMENTS OF pytest]
+#
+# Settings: see scripts/setup_env.sh.
+set -euo pipefail
+. "$(dirname "$0")/setup_env.sh"
+
+echo "[4/4] Run the tests"
+python -m pytest "$@"

@@ -1,0 +1,103 @@
+"""Start worker processes for a test: real launchers, hard time limits."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+_LINE = re.compile(r"\[(\d+)\](?:<stdout>:| )(.*)")
+
+
+@functools.cache
+def horovod_missing() -> str:
+    """Say why Horovod cannot be used here, or nothing."""
+    if not shutil.which("horovodrun", path=_path()):
+        return "horovodrun is not installed"
+    check = [sys.executable, "-c", "import horovod.tensorflow"]
+    failed = subprocess.run(check, capture_output=True, text=True, check=False)
+    return failed.stderr.strip().rpartition("\n")[2] if failed.returncode else ""
+
+
+def _path() -> str:
+    return f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def run(
+    *command: str,
+    workers: int = 2,
+    launcher: str = "collective",
+    environment: dict[str, str] | None = None,
+    timeout: int = 400,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script on several workers, each line behind its rank.
+
+    Args:
+        command: script and arguments.
+        workers: how many; 1 runs the script without any launcher.
+        launcher: "collective" for run_local.py, else horovodrun.
+        environment: added to that of this process.
+        timeout: seconds until all are killed.
+    """
+    python = [sys.executable, *command]
+    if workers == 1:
+        launched = python
+    elif launcher == "collective":
+        local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
+        launched = [*local, "--timeout", str(timeout - 20), "--", *python]
+    else:
+        launched = ["horovodrun", "-np", str(workers), *python]
+    added = {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_DGC_TIMEOUT": "100",
+        "PATH": _path(),
+    }
+    return subprocess.run(
+        launched,
+        cwd=ROOT,
+        env=os.environ | added | (environment or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def results(completed: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """Return the JSON object on the last line of each worker, in the order of rank."""
+    if completed.returncode:
+        raise AssertionError(
+            f"exit status {completed.returncode}\n{completed.stdout[-6000:]}"
+            f"\n{completed.stderr[-6000:]}"
+        )
+    found = by_rank(completed.stdout)
+    return [found[rank] for rank in sorted(found)]
+
+
+def by_rank(output: str) -> dict[int, dict[str, Any]]:
+    """Return the last JSON object that each worker printed."""
+    last: dict[int, str] = {}
+    for line in output.splitlines():
+        found = _LINE.match(line)
+        rank, text = (int(found[1]), found[2]) if found else (0, line)
+        if text.startswith("{"):
+            last[rank] = text
+    return {rank: json.loads(text) for rank, text in last.items()}
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return different ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return tuple(each.getsockname()[1] for each in sockets)

@@ -1,0 +1,140 @@
+"""A transport between threads: N workers in one process, eagerly, without a network."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc.transports.base import Transport
+
+TIMEOUT_SECONDS = 60.0
+_GATHERED = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
+
+
+class Sent(NamedTuple):
+    """One call of a collective, as one worker made it."""
+
+    call: str  # "all_reduce" or "all_gather"
+    name: str
+    arrays: list[np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes handed to the transport."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class Hub:
+    """Where N workers meet: round after round, each leaves a value and takes all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._condition = threading.Condition()
+        self._rounds = [0] * size
+        self._places: dict[int, dict[int, Any]] = {}
+        self._gone: set[int] = set()
+
+    def meet(self, rank: int, call: Any, value: Any) -> list[Any]:
+        """Return the values of all workers; a worker that is gone or late raises."""
+        with self._condition:
+            number = self._rounds[rank]
+            self._rounds[rank] += 1
+            self._places.pop(number - 2, None)
+            places = self._places.setdefault(number, {})
+            places[rank] = (call, value)
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: len(places) == self.size or self._gone - places.keys(),
+                TIMEOUT_SECONDS,
+            )
+            missing = sorted(set(range(self.size)) - places.keys())
+        if missing:
+            raise ConnectionError(f"Workers {missing} did not come to {call}")
+        calls = [places[other][0] for other in range(self.size)]
+        if any(other != call for other in calls):
+            raise ConnectionError(f"Workers make different calls: {calls}")
+        return [places[other][1] for other in range(self.size)]
+
+    def leave(self, rank: int) -> None:
+        """Let nobody wait for this worker any more."""
+        with self._condition:
+            self._gone.add(rank)
+            self._condition.notify_all()
+
+
+class Loopback(Transport):
+    """One worker's end of a Hub. Eager only: the values meet as NumPy arrays.
+
+    Attributes:
+        sent: every call made, in order.
+    """
+
+    name = "loopback"
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.size = hub.size
+        self.device = "/device:CPU:0"
+        self.sent: list[Sent] = []
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum in the order of rank."""
+        if not tensors:
+            return []
+        found = self._meet("all_reduce", name, [tensor.numpy() for tensor in tensors])
+        sums = []
+        for parts in zip(*found, strict=True):
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            sums.append(tf.constant(total))
+        return sums
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Stack in the order of rank."""
+        if tensor.dtype not in _GATHERED:
+            raise TypeError(f"No transport gathers {tensor.dtype}: {name}")
+        found = self._meet("all_gather", name, [tensor.numpy()])
+        return tf.constant(np.stack([array for (array,) in found]))
+
+    def _meet(
+        self, call: str, name: str, arrays: list[np.ndarray]
+    ) -> list[list[np.ndarray]]:
+        self.sent.append(Sent(call, name, arrays))
+        forms = [(str(array.dtype), array.shape) for array in arrays]
+        return self.hub.meet(self.rank, (call, name, forms), arrays)
+
+
+def outcomes(size: int, work: Callable[[Loopback], Any]) -> list[Any]:
+    """Run `work` on N threads; return what each returned or raised, by rank."""
+    hub = Hub(size)
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(Loopback(hub, rank))
+        except Exception as error:
+            found[rank] = error
+        finally:
+            hub.leave(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def run_workers(size: int, work: Callable[[Loopback], Any]) -> list[Any]:
+    """Run `work` on N threads; return what each returned, or raise what one raised."""
+    found = outcomes(size, work)
+    errors = [outcome for outcome in found if isinstance(outcome, Exception)]
+    # A worker that was left alone says less than the one that left it.
+    errors.sort(key=lambda error: isinstance(error, ConnectionError))
+    if errors:
+        raise errors[0]
+    return found

@@ -1,0 +1,269 @@
+"""What goes wrong, and what the user is told: run as a worker process.
+
+    python tests/misuse.py CASE
+
+The last line of stdout is a JSON object: the error's type and text, if there was one.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_dgc
+
+CASES: dict[str, Callable[[], Any]] = {}
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def network(width: int = 8) -> keras.Model:
+    return keras.Sequential(
+        [keras.layers.Input((4,)), keras.layers.Dense(width), keras.layers.Dense(1)]
+    )
+
+
+def fit(model: keras.Model, **arguments: Any) -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    return model.fit(data, verbose=0, shuffle=False, **arguments)
+
+
+def own_rank() -> int:
+    """Tell this worker's rank before there is a strategy."""
+    if "HOROVOD_RANK" in os.environ:
+        return int(os.environ["HOROVOD_RANK"])
+    return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+
+
+@case
+def configs_differ() -> None:
+    tf_dgc.DGCStrategy(tf_dgc.DGCConfig(sparsity=0.9 + 0.05 * own_rank()))
+
+
+@case
+def strategies_differ() -> None:
+    (tf_dgc.DenseStrategy if own_rank() else tf_dgc.DGCStrategy)()
+
+
+@case
+def models_differ() -> None:
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        network(8 + strategy.rank)
+
+
+@case
+def trained_variables_differ() -> None:
+    strategy = tf_dgc.DGCStrategy()
+    with strategy.scope():
+        model = network()
+        model.layers[0].trainable = strategy.is_chief
+        model.compile("sgd", "mse")
+    fit(model)
+
+
+@case
+def compiled_outside_the_scope() -> None:
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+    model.compile("sgd", "mse")
+    fit(model)
+
+
+@case
+def built_outside_the_scope() -> None:
+    strategy = tf_dgc.DenseStrategy()
+    model = network()
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    fit(model)
+
+
+@case
+def built_outside_the_scope_without_momentum() -> None:
+    strategy = tf_dgc.DenseStrategy()
+    model = network()
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    fit(model)
+
+
+@case
+def scope_forgotten() -> None:
+    tf_dgc.DenseStrategy()
+    model = network()
+    model.compile("sgd", "mse")
+    fit(model)
+
+
+@case
+def compiled_by_xla() -> None:
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse", jit_compile=True)
+    fit(model)
+
+
+@case
+def reduced_and_never_applied() -> None:
+    class Forgetful(keras.optimizers.SGD):
+        def _backend_update_step(self, grads: Any, variables: Any, rate: Any) -> None:
+            pairs = [(g, v.value) for g, v in zip(grads, variables, strict=True)]
+            self._all_reduce_sum_gradients(pairs)
+
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+        model.compile(Forgetful(), "mse")
+    fit(model)
+
+
+@case
+def changed_after_reduction() -> None:
+    class Meddling(keras.optimizers.SGD):
+        def _all_reduce_sum_gradients(self, pairs: Any) -> Any:
+            reduced = super()._all_reduce_sum_gradients(pairs)
+            return [(2.0 * g, v) for g, v in reduced]
+
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+        model.compile(Meddling(), "mse")
+    fit(model)
+
+
+def _with_nan_on_rank_one(nonfinite: str) -> dict[str, Any]:
+    """Train where only the second worker's rows of each batch hold NaN."""
+    config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1, nonfinite=nonfinite)
+    strategy = tf_dgc.DGCStrategy(config)
+    with strategy.scope():
+        model = network()
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    bad = np.where(np.arange(32) % 8 >= 4, np.nan, 1.0).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((X, Y * bad[:, None])).batch(8)
+    before = model.get_weights()
+    result = {}
+    try:
+        model.fit(data, verbose=0, shuffle=False)
+    except tf.errors.InvalidArgumentError as error:
+        result = {"error": type(error).__name__, "text": str(error)}
+    pairs = zip(before, model.get_weights(), strict=True)
+    result["unchanged"] = all(np.array_equal(a, b) for a, b in pairs)
+    result["norm"] = float(strategy.stats().residual_norm)
+    return result
+
+
+@case
+def nan_raises() -> dict[str, Any]:
+    return _with_nan_on_rank_one("raise")
+
+
+@case
+def nan_skips() -> dict[str, Any]:
+    return _with_nan_on_rank_one("skip")
+
+
+@case
+def tensorflow_started_collective() -> None:
+    tf.zeros([])
+    tf_dgc.DenseStrategy(transport="collective")
+
+
+@case
+def tensorflow_started_hybrid() -> None:
+    if own_rank() == 1:
+        tf.zeros([])
+    tf_dgc.DenseStrategy(transport="hybrid")
+
+
+@case
+def tensorflow_started_auto() -> dict[str, Any]:
+    if own_rank() == 1:
+        tf.zeros([])
+    strategy = tf_dgc.DenseStrategy()
+    (total,) = strategy.transport.all_reduce([tf.constant(2.0)], "total")
+    return {"transport": strategy.transport.name, "total": float(total)}
+
+
+def _train_until(event: Callable[[int], None], transport: str) -> None:
+    strategy = tf_dgc.DGCStrategy(tf_dgc.DGCConfig(min_elements=1), transport=transport)
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+
+    class Event(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2 and strategy.rank == 1:
+                event(epoch)
+
+    fit(model, epochs=200, callbacks=[Event()])
+
+
+def _kill(epoch: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep(epoch: int) -> None:
+    time.sleep(60)
+
+
+@case
+def peer_killed_collective() -> None:
+    _train_until(_kill, "collective")
+
+
+@case
+def peer_killed_hybrid() -> None:
+    _train_until(_kill, "hybrid")
+
+
+@case
+def peer_killed_horovod() -> None:
+    _train_until(_kill, "horovod")
+
+
+@case
+def peer_absent_collective() -> None:
+    _train_until(_sleep, "collective")
+
+
+@case
+def peer_absent_horovod() -> None:
+    _train_until(_sleep, "horovod")
+
+
+@case
+def peer_absent_hybrid() -> None:
+    _train_until(_sleep, "hybrid")
+
+
+def main() -> None:
+    start = time.monotonic()
+    try:
+        result = CASES[sys.argv[1]]() or {}
+    except Exception as error:
+        result = {"error": type(error).__name__, "text": str(error)}
+    result["seconds"] = time.monotonic() - start
+    print(json.dumps(result), flush=True)
+    if "error" in result:
+        # What a script does that lets the error through, without its traceback.
+        sys.stderr.flush()
+        os._exit(3)  # at once, as a script whose error nobody catches
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Tests of the settings."""
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tf_dgc.config import DGCConfig
+
+steady = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+NAN, INF = float("nan"), float("inf")
+
+fractions = st.floats(0, 1, exclude_max=True)
+configs = st.builds(
+    DGCConfig,
+    sparsity=fractions,
+    warmup_steps=st.integers(0, 10**6),
+    warmup_stages=st.lists(fractions, min_size=1, unique=True).map(sorted),
+    clip_norm=st.none() | st.floats(0, 1e9, exclude_min=True),
+    momentum_correction=st.booleans(),
+    momentum_masking=st.booleans(),
+    min_elements=st.integers(0, 10**6),
+    sample_fraction=st.floats(0, 1, exclude_min=True),
+    value_dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    nonfinite=st.sampled_from(["raise", "skip"]),
+)
+
+
+class DGCConfigTest(tf.test.TestCase):
+    def assert_refused(
+        self, error: type[Exception], name: str, value: Any, rule: str, **others: Any
+    ) -> None:
+        with self.subTest(name=name, value=value):
+            with self.assertRaises(error) as caught:
+                DGCConfig(**{name: value}, **others)
+            message = str(caught.exception)
+            self.assertStartsWith(message, f"`{name}` must be {rule}")
+            self.assertIn(f"Received: {name}=", message)
+
+    def test_fractions_not_sent_lie_below_one(self) -> None:
+        for value in (-0.1, 1.0, 1, 99.9, NAN, INF):
+            rule = "in [0, 1): the fraction that is not sent."
+            self.assert_refused(ValueError, "sparsity", value, rule)
+            with self.assertRaisesRegex(ValueError, "`warmup_stages` must be in "):
+                DGCConfig(warmup_stages=(0.5, value))
+
+    def test_numbers_are_no_strings_or_bools(self) -> None:
+        for value in ("0.9", True, None, [0.9]):
+            self.assert_refused(TypeError, "sparsity", value, "a number.")
+            self.assert_refused(TypeError, "sample_fraction", value, "a number.")
+            if value is not None:
+                self.assert_refused(TypeError, "clip_norm", value, "a number.")
+        with self.assertRaisesRegex(TypeError, "`warmup_stages` must be a number"):
+            DGCConfig(warmup_stages=("0.75",))
+
+    def test_counts_are_integers_from_zero(self) -> None:
+        for name in ("warmup_steps", "min_elements"):
+            for value in (1.0, "1", True, None):
+                self.assert_refused(TypeError, name, value, "an integer.")
+            self.assert_refused(ValueError, name, -1, "0 or more.")
+
+    def test_warm_up_stages_are_an_ascending_sequence(self) -> None:
+        name = "warmup_stages"
+        self.assert_refused(TypeError, name, 0.5, "a sequence of numbers.")
+        for value in ((0.9, 0.5), (0.5, 0.5)):
+            self.assert_refused(ValueError, name, value, "strictly ascending.")
+
+    def test_warm_up_needs_stages(self) -> None:
+        rule = "non-empty where `warmup_steps` > 0."
+        self.assert_refused(ValueError, "warmup_stages", (), rule, warmup_steps=1)
+        self.assertEqual(DGCConfig(warmup_stages=()).warmup_stages, ())
+
+    def test_clip_norm_is_positive(self) -> None:
+        for value in (0, -1.0, NAN, INF):
+            self.assert_refused(ValueError, "clip_norm", value, "None or positive.")
+
+    def test_switches_are_bools(self) -> None:
+        for name in ("momentum_correction", "momentum_masking"):
+            for value in (0, 1, "yes", None):
+                self.assert_refused(TypeError, name, value, "True or False.")
+
+    def test_sample_fraction_is_positive_and_at_most_all(self) -> None:
+        for value in (0, -0.1, 1.1, NAN):
+            self.assert_refused(ValueError, "sample_fraction", value, "in (0, 1].")
+        self.assertEqual(DGCConfig(sample_fraction=1).sample_fraction, 1)
+
+    def test_names_are_of_the_listed_ones(self) -> None:
+        for value in ("float64", "int8", None, 16):
+            rule = "one of ('float32', 'float16', 'bfloat16')."
+            self.assert_refused(ValueError, "value_dtype", value, rule)
+        for value in ("ignore", None, True):
+            rule = "one of ('raise', 'skip')."
+            self.assert_refused(ValueError, "nonfinite", value, rule)
+
+    def test_is_frozen(self) -> None:
+        config = DGCConfig()
+        for field in dataclasses.fields(config):
+            with self.assertRaises(dataclasses.FrozenInstanceError):
+                setattr(config, field.name, getattr(config, field.name))
+
+    def test_settings_are_given_by_name(self) -> None:
+        with self.assertRaisesRegex(TypeError, "positional"):
+            DGCConfig(0.9)  # type: ignore[misc]
+        with self.assertRaisesRegex(TypeError, "sparsty"):
+            DGCConfig(sparsty=0.9)  # type: ignore[call-arg]
+
+    def test_the_stages_that_were_given_may_change_later(self) -> None:
+        given_stages = [0.5, 0.75]
+        config = DGCConfig(warmup_stages=given_stages)  # type: ignore[arg-type]
+        given_stages.append(0.1)
+        self.assertEqual(config.warmup_stages, (0.5, 0.75))
+
+    @steady
+    @given(configs)
+    def test_get_config_round_trips_through_json(self, config: DGCConfig) -> None:
+        text = json.dumps(config.get_config())
+        again = DGCConfig.from_config(json.loads(text))
+        self.assertEqual(again, config)
+        self.assertEqual(hash(again), hash(config))
+
+    def test_get_config_has_every_setting(self) -> None:
+        names = [field.name for field in dataclasses.fields(DGCConfig)]
+        self.assertEqual(list(DGCConfig().get_config()), names)
+
+    def test_from_config_fills_in_what_is_missing(self) -> None:
+        self.assertEqual(DGCConfig.from_config({}), DGCConfig())
+
+    def test_from_config_refuses_unknown_keys(self) -> None:
+        with self.assertRaisesRegex(
+            ValueError,
+            r"`config` must only have the settings of DGCConfig: \['clip_norm', .*"
+            r"Received: unknown keys \['alpha', 'sparsty'\]",
+        ):
+            DGCConfig.from_config({"sparsty": 0.9, "alpha": 1, "sparsity": 0.9})
+
+    def test_what_is_taken_is_fit_for_json(self) -> None:
+        for name, value in (
+            ("sparsity", np.float32(0.5)),
+            ("sparsity", np.float64(0.5)),
+            ("min_elements", np.int64(5)),
+            ("warmup_steps", np.int32(5)),
+            ("clip_norm", np.float32(0.5)),
+            ("sample_fraction", np.float16(0.5)),
+            ("warmup_stages", np.array([0.25, 0.5], np.float32)),
+            ("value_dtype", tf.float16),
+            ("value_dtype", np.dtype("float16")),
+        ):
+            with self.subTest(name=name, value=value):
+                try:
+                    config = DGCConfig(**{name: value})
+                except (TypeError, ValueError):
+                    continue
+                again = DGCConfig.from_config(
+                    json.loads(json.dumps(config.get_config()))
+                )
+                self.assertEqual(again, config)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,447 @@
+"""Tests of the step: its laws, and beside a slow twin in NumPy."""
+
+import itertools
+from typing import Any
+
+import keras
+import numpy as np
+import numpy_twin
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loopback import Loopback, run_workers
+
+from tf_dgc import dgc
+from tf_dgc import layout as layout_lib
+from tf_dgc.config import DGCConfig
+from tf_dgc.dgc import Momentum, Selection, State
+from tf_dgc.layout import Layout
+from tf_dgc.synchronizers import DeepGradientCompression
+from tf_dgc.transports.local import LocalTransport
+
+steady = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+STEP = tf.constant(0, tf.int64)
+MOMENTA = {
+    "heavy-ball": Momentum(0.9, False),
+    "Nesterov": Momentum(0.9, True),
+    "none": None,
+}
+
+tables = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=3
+)
+
+
+def layout_of(*shapes: tuple[int, ...]) -> Layout:
+    return layout_lib.build([(f"t{i}", shape) for i, shape in enumerate(shapes)])
+
+
+def random_arena(layout: Layout, random: np.random.Generator) -> tf.Tensor:
+    tensors = [
+        random.normal(size=s.shape) * 10.0 ** random.integers(-6, 4, size=s.shape)
+        for s in layout.segments
+    ]
+    return layout_lib.flatten(layout, [tf.constant(t, tf.float32) for t in tensors])
+
+
+def random_state(layout: Layout, seed: int) -> State:
+    random = np.random.default_rng(seed)
+    return State(random_arena(layout, random), random_arena(layout, random))
+
+
+class ClipTest(tf.test.TestCase):
+    def test_local_norm_is_at_most_clip_norm_over_the_root_of_workers(self) -> None:
+        gradients = [tf.constant([[3.0, 0.0]]), tf.constant([4.0])]  # norm 5
+        for workers in (1, 4, 16):
+            clipped = dgc.clip(gradients, 2.0, workers)
+            allowed = 2.0 / workers**0.5
+            self.assertAllClose(tf.linalg.global_norm(clipped), allowed)
+            for before, after in zip(gradients, clipped, strict=True):
+                self.assertAllClose(after, before * allowed / 5)
+
+    def test_smaller_gradients_stay_as_they_are(self) -> None:
+        gradients = [tf.constant([[0.3, 0.0]]), tf.constant([0.4])]
+        for before, after in zip(gradients, dgc.clip(gradients, 1.0, 3), strict=True):
+            self.assertAllEqual(after, before)
+
+    def test_slices_count_and_stay_slices(self) -> None:
+        slices = tf.IndexedSlices(
+            tf.constant([[3.0], [0.0]]), tf.constant([7, 1]), tf.constant([9, 1])
+        )
+        clipped, dense = dgc.clip([slices, tf.constant([4.0])], 1.0, 1)
+        self.assertIsInstance(clipped, tf.IndexedSlices)
+        self.assertAllClose(clipped.values, [[0.6], [0.0]])
+        self.assertAllEqual(clipped.indices, [7, 1])
+        self.assertAllClose(dense, [0.8])
+
+    def test_the_norm_of_the_sum_is_at_most_clip_norm_for_orthogonal_workers(
+        self,
+    ) -> None:
+        workers = 4
+        summed = sum(
+            dgc.clip([tf.one_hot([i], 8) * 100], 1.0, workers)[0]
+            for i in range(workers)
+        )
+        self.assertAllClose(tf.norm(summed), 1.0)
+
+
+class AccumulateTest(tf.test.TestCase):
+    """The recurrences at the top of the module, line by line."""
+
+    @settings(steady, max_examples=20)
+    @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]))
+    def test_follows_the_recurrence(self, seed: int, factor: float) -> None:
+        layout = layout_of((3, 5))
+        state = random_state(layout, seed)
+        g = random_arena(layout, np.random.default_rng(seed + 1))
+        u, v, g_ = (t.numpy() for t in (state.velocity, state.residual, g))
+        m = np.float32(factor)
+        for momentum, expected_u, expected_v in (
+            (Momentum(factor, False), m * u + g_, v + (m * u + g_)),
+            (Momentum(factor, True), m * (u + g_), v + m * (u + g_) + g_),
+            (None, u, v + g_),
+        ):
+            after = dgc.accumulate(state, g, momentum)
+            self.assertAllEqual(after.velocity, expected_u)
+            self.assertAllEqual(after.residual, expected_v)
+
+    def test_without_a_velocity_gradients_add_up(self) -> None:
+        state = State(None, tf.constant([1.0, 2.0]))
+        for momentum in MOMENTA.values():
+            after = dgc.accumulate(state, tf.constant([0.5, 0.5]), momentum)
+            self.assertIsNone(after.velocity)
+            self.assertAllEqual(after.residual, [1.5, 2.5])
+
+
+class KeepTest(tf.test.TestCase):
+    @settings(steady, max_examples=50)
+    @given(
+        tables,
+        st.floats(0, 1, exclude_max=True),
+        st.sampled_from(["float32", "float16", "bfloat16"]),
+        st.integers(0, 2**31),
+    )
+    def test_sent_plus_kept_is_what_was_accumulated(
+        self, table: list, sparsity: float, value_dtype: str, seed: int
+    ) -> None:
+        layout = layout_of(*table)
+        state = random_state(layout, seed)
+        config = DGCConfig(value_dtype=value_dtype)
+        selection = dgc.select(state, layout, sparsity, config, STEP)
+        self.assertEqual(selection.values.dtype.name, value_dtype)
+        sent = np.zeros(layout.size, np.float32)
+        sent[selection.positions.numpy()] = tf.cast(selection.values, tf.float32)
+        where = [True] * len(selection.positions)
+        for masking in (True, False):
+            kept = dgc.keep(state, selection, masking).residual.numpy()
+            self.assertAllEqual(sent + kept, state.residual)
+            if value_dtype == "float32":
+                self.assertAllEqual(kept[selection.positions.numpy()] == 0, where)
+
+    @settings(steady, max_examples=20)
+    @given(tables, st.floats(0, 1, exclude_max=True), st.integers(0, 2**31))
+    def test_masking_clears_the_velocity_of_what_was_sent_and_nothing_else(
+        self, table: list, sparsity: float, seed: int
+    ) -> None:
+        layout = layout_of(*table)
+        state = random_state(layout, seed)
+        selection = dgc.select(state, layout, sparsity, DGCConfig(), STEP)
+        expected = state.velocity.numpy()
+        self.assertAllEqual(dgc.keep(state, selection, False).velocity, expected)
+        expected[selection.positions.numpy()] = 0
+        self.assertAllEqual(dgc.keep(state, selection, True).velocity, expected)
+
+    def test_an_empty_selection_keeps_all(self) -> None:
+        state = random_state(layout_of((3, 4)), 0)
+        nothing = Selection(tf.zeros([0], tf.int64), tf.zeros([0]))
+        for masking in (True, False):
+            after = dgc.keep(state, nothing, masking)
+            self.assertAllEqual(after.velocity, state.velocity)
+            self.assertAllEqual(after.residual, state.residual)
+
+    def test_a_dense_step_keeps_no_residual(self) -> None:
+        state = random_state(layout_of((3, 4)), 0)
+        zeros = tf.zeros_like(state.residual)
+        after = dgc.keep_nothing(state, masking=True)
+        self.assertAllEqual(after.velocity, zeros)
+        self.assertAllEqual(after.residual, zeros)
+        after = dgc.keep_nothing(state, masking=False)
+        self.assertAllEqual(after.velocity, state.velocity)
+        self.assertAllEqual(after.residual, zeros)
+
+    def test_works_without_a_velocity(self) -> None:
+        layout = layout_of((3, 4))
+        state = State(None, random_state(layout, 1).residual)
+        selection = dgc.select(state, layout, 0.5, DGCConfig(), STEP)
+        self.assertIsNone(dgc.keep(state, selection, True).velocity)
+        self.assertIsNone(dgc.keep_nothing(state, True).velocity)
+
+
+class SelectTest(tf.test.TestCase):
+    def test_values_are_never_rounded_to_infinity(self) -> None:
+        layout = layout_of((1, 4))
+        residual = tf.pad(tf.constant([1e6, -7e4, 65519.0, 3.4e38]), [[0, 124]])
+        for value_dtype in ("float16", "bfloat16"):
+            config = DGCConfig(value_dtype=value_dtype)
+            found = dgc.select(State(None, residual), layout, 0.0, config, STEP)
+            self.assertLen(found.values, 4)
+            self.assertAllEqual(
+                np.isfinite(tf.cast(found.values, tf.float32)), [True] * 4
+            )
+
+    def test_sparsity_zero_selects_everything(self) -> None:
+        for shape in ((8, 16), (128, 100)):
+            layout = layout_of(shape)
+            state = State(None, tf.random.stateless_normal([layout.size], [1, 2]))
+            for step in (0, 1, 25):
+                found = dgc.select(
+                    state, layout, 0.0, DGCConfig(), tf.constant(step, tf.int64)
+                )
+                self.assertLen(found.positions, layout.size, (shape, step))
+
+
+class SparsityZeroTest(parameterized.TestCase, tf.test.TestCase):
+    """With everything sent, the paper's step is a well-known optimizer."""
+
+    STEPS = 12
+
+    def gradients(self) -> list[np.ndarray]:
+        random = np.random.default_rng(21)
+        return list(random.normal(size=(self.STEPS, 8, 16)).astype(np.float32))
+
+    def by_pure_functions(self, momentum: Momentum | None, masking: bool) -> list:
+        layout = layout_of((8, 16))
+        zeros = tf.zeros([layout.size])
+        state, found = State(zeros, zeros), []
+        for step, gradient in enumerate(self.gradients()):
+            arena = layout_lib.flatten(layout, [gradient])
+            state = dgc.accumulate(state, arena, momentum)
+            selection = dgc.select(
+                state, layout, 0.0, DGCConfig(), tf.constant(step, tf.int64)
+            )
+            state = dgc.keep(state, selection, masking)
+            sent = tf.scatter_nd(
+                selection.positions[:, tf.newaxis], selection.values, [layout.size]
+            )
+            found.extend(layout_lib.unflatten(layout, sent))
+        return found
+
+    def by_synchronizer(self, momentum: Momentum | None, masking: bool) -> list:
+        config = DGCConfig(sparsity=0.0, min_elements=0, momentum_masking=masking)
+        synchronizer = DeepGradientCompression(LocalTransport(), config)
+        variable = tf.Variable(tf.zeros([8, 16]))
+        return [
+            synchronizer.exchange(
+                "owner", [tf.constant(gradient)], [variable], momentum
+            ).gradients[0]
+            for gradient in self.gradients()
+        ]
+
+    @parameterized.product(
+        way=["by_pure_functions", "by_synchronizer"],
+        momentum=["heavy-ball", "Nesterov"],
+    )
+    def test_without_masking_is_momentum_sgd(self, way: str, momentum: str) -> None:
+        taken = MOMENTA[momentum]
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=taken.nesterov)
+        expected = keras.Variable(np.zeros((8, 16), np.float32))
+        weights = np.zeros((8, 16), np.float32)
+        sent = getattr(self, way)(taken, masking=False)
+        for step, (gradient, update) in enumerate(
+            zip(self.gradients(), sent, strict=True)
+        ):
+            sgd.apply([tf.constant(gradient)], [expected])
+            weights -= 0.1 * update.numpy()
+            self.assertAllClose(weights, expected, 1e-5, 1e-6, f"step {step}")
+
+    @parameterized.parameters("by_pure_functions", "by_synchronizer")
+    def test_with_masking_is_plain_sgd(self, way: str) -> None:
+        sent = getattr(self, way)(MOMENTA["heavy-ball"], masking=True)
+        for gradient, update in zip(self.gradients(), sent, strict=True):
+            self.assertAllEqual(update, gradient)
+
+    @parameterized.parameters("by_pure_functions", "by_synchronizer")
+    def test_without_momentum_is_plain_sgd(self, way: str) -> None:
+        for masking in (True, False):
+            sent = getattr(self, way)(None, masking=masking)
+            for gradient, update in zip(self.gradients(), sent, strict=True):
+                self.assertAllEqual(update, gradient)
+
+
+class FairnessTest(tf.test.TestCase):
+    def test_selection_never_prefers_a_position(self) -> None:
+        # Equal magnitudes: every element passes its tensor's threshold, by as much.
+        layout = layout_of((20, 100), (20, 100), (20, 100))
+        state = State(None, tf.zeros([layout.size]))
+        sent = np.zeros(layout.size)
+        gradient = layout_lib.flatten(layout, [tf.ones([20, 100])] * 3)
+        for step in range(30):
+            state = dgc.accumulate(state, gradient, None)
+            selection = dgc.select(
+                state, layout, 0.99, DGCConfig(), tf.constant(step, tf.int64)
+            )
+            state = dgc.keep(state, selection, False)
+            sent[selection.positions.numpy()] += 1
+        counts = [s.sum() for s in np.split(sent[: layout.size], 3)]
+        self.assertAllGreater(counts, 0)
+
+
+SHAPES = [(8, 16), (5, 7, 3), (4,)]
+SCALES = [1.0, 1e-3, 10.0]
+STEPS = 50
+CELLS = [
+    dict(zip(("momentum", "masking", "clipping", "warm_up", "workers"), c, strict=True))
+    for c in itertools.product(
+        MOMENTA, (True, False), (True, False), (True, False), (1, 2, 4)
+    )
+]
+
+
+def is_quick(cell: dict[str, Any]) -> bool:
+    """Tell whether a cell is in the smaller part, in which any two settings meet."""
+    switches = cell["masking"] + cell["clipping"] + cell["warm_up"]
+    if cell["workers"] == 4:
+        return switches == (0 if cell["momentum"] == "Nesterov" else 3)
+    code = list(MOMENTA).index(cell["momentum"]) + switches
+    return code % 2 == 0 if cell["workers"] == 1 else code % 4 == 2
+
+
+def named(cell: dict[str, Any]) -> dict[str, Any]:
+    """Give a cell a name for the test report."""
+    switches = [name for name in ("masking", "clipping", "warm_up") if cell[name]]
+    words = [cell["momentum"], *switches, str(cell["workers"])]
+    return cell | {"testcase_name": "_" + "_".join(words).replace("-", "_")}
+
+
+class TwinCase(parameterized.TestCase, tf.test.TestCase):
+    """Drives the implementation and its NumPy twin side by side."""
+
+    def compare(
+        self, momentum: str, masking: bool, clipping: bool, warm_up: bool, workers: int
+    ) -> None:
+        config = DGCConfig(
+            sparsity=0.9,
+            # At 0.4 a message costs more than a dense reduction, from 2 workers on.
+            warmup_stages=(0.4, 0.75),
+            warmup_steps=20 if warm_up else 0,
+            clip_norm=3.0 if clipping else None,
+            momentum_masking=masking,
+            min_elements=0,
+        )
+        random = np.random.default_rng(31)
+        gradients = [
+            [
+                [
+                    (random.normal(size=shape) * scale).astype(np.float32)
+                    for shape, scale in zip(SHAPES, SCALES, strict=True)
+                ]
+                for _ in range(workers)
+            ]
+            for _ in range(STEPS)
+        ]
+        taken = MOMENTA[momentum]
+        found = run_workers(
+            workers, lambda transport: self.train(transport, config, taken, gradients)
+        )
+        twin = numpy_twin.Cluster(
+            SHAPES,
+            workers,
+            config,
+            None if taken is None else taken.factor,
+            taken is not None and taken.nesterov,
+        )
+        for step in range(STEPS):
+            sums = twin.step(gradients[step])
+            for rank in range(workers):
+                self.assert_equal_step(
+                    found[rank][step], twin.workers[rank], sums, f"{step=} {rank=}"
+                )
+
+    @staticmethod
+    def train(
+        transport: Loopback,
+        config: DGCConfig,
+        momentum: Momentum | None,
+        gradients: list[list[list[np.ndarray]]],
+    ) -> list[tuple[list[np.ndarray], np.ndarray | None, np.ndarray]]:
+        """Return sums, velocity and residual after each step."""
+        synchronizer = DeepGradientCompression(transport, config)
+        variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+        found = []
+        for local in gradients:
+            exchanged = synchronizer.exchange(
+                "owner",
+                [tf.constant(g) for g in local[transport.rank]],
+                variables,
+                momentum,
+            )
+            (arena,) = synchronizer._arenas.values()
+            state = arena.state.read()
+            found.append(
+                (
+                    [g.numpy() for g in exchanged.gradients],
+                    None if state.velocity is None else state.velocity.numpy(),
+                    state.residual.numpy(),
+                )
+            )
+        return found
+
+    def assert_equal_step(
+        self,
+        found: tuple[list[np.ndarray], np.ndarray | None, np.ndarray],
+        worker: numpy_twin.Worker,
+        sums: list[np.ndarray],
+        where: str,
+    ) -> None:
+        summed, velocity, residual = found
+        segments = layout_of(*SHAPES[:2]).segments
+
+        def part(arena: np.ndarray, i: int) -> np.ndarray:
+            segment = segments[i]
+            flat = arena[segment.offset : segment.offset + segment.size]
+            return flat.reshape(segment.shape)
+
+        def assert_close(a: np.ndarray, b: np.ndarray, i: int, what: str) -> None:
+            np.testing.assert_allclose(
+                a, b, 1e-5, 1e-5 * SCALES[i], err_msg=f"{what}, {where} tensor={i}"
+            )
+
+        for i, (v, u) in enumerate(zip(worker.v, worker.u, strict=True)):
+            # What was sent is zero now, and nothing else is.
+            np.testing.assert_array_equal(
+                part(residual, i) == 0, v == 0, f"selection, {where} tensor={i}"
+            )
+            assert_close(part(residual, i), v, i, "residual v")
+            if velocity is not None:
+                assert_close(part(velocity, i), u, i, "velocity u")
+        for i, (a, b) in enumerate(zip(summed, sums, strict=True)):
+            assert_close(a, b, i, "sum")
+
+
+class NumpyTwinTest(TwinCase):
+    @parameterized.named_parameters(*[named(c) for c in CELLS if is_quick(c)])
+    def test_every_step_equals_the_twin(self, **cell: Any) -> None:
+        self.compare(**cell)
+
+    def test_any_two_settings_meet(self) -> None:
+        quick = [cell for cell in CELLS if is_quick(cell)]
+        for a, b in itertools.combinations(CELLS[0], 2):
+            self.assertEqual(
+                {(cell[a], cell[b]) for cell in quick},
+                {(cell[a], cell[b]) for cell in CELLS},
+            )
+
+
+@pytest.mark.slow
+class NumpyTwinOfTheOtherSettingsTest(TwinCase):
+    @parameterized.named_parameters(*[named(c) for c in CELLS if not is_quick(c)])
+    def test_every_step_equals_the_twin(self, **cell: Any) -> None:
+        self.compare(**cell)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,187 @@
+"""Whatever a Keras user does gives on N workers what it gives on one.
+
+Each class runs all of `features.py` once on real workers; each feature is a test.
+"""
+
+from typing import Any, ClassVar
+
+import features
+import launch
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+# float16 rounds what is summed, and sums in another order on N workers.
+TOLERANCE = {"mixed_precision": 2e-3}
+pytestmark = pytest.mark.timeout(1000)
+EVERY = [(name, name) for name in features.FEATURES]
+# Keras keeps the learning rate inside its velocity, Deep Gradient Compression outside:
+# they differ where the rate changes, as the callback here makes it do.
+NOT_LIKE_KERAS = {"callbacks"}
+
+
+class Features(parameterized.TestCase, tf.test.TestCase):
+    """Runs the features; subclasses say where and compare."""
+
+    strategy: ClassVar[str] = "dense"
+    transport: ClassVar[str] = "collective"
+    workers: ClassVar[int] = 2
+    alone: ClassVar[dict[str, Any]]
+    found: ClassVar[list[dict[str, Any]]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        if cls is Features:
+            raise cls.skipTest(cls(), "only its subclasses are tests")
+        if cls.transport in ("horovod", "hybrid") and launch.horovod_missing():
+            raise cls.skipTest(cls(), launch.horovod_missing())
+        script = str(launch.ROOT / "tests" / "features.py")
+        options = ["--strategy", cls.strategy, "--transport", cls.transport]
+        cls.found = launch.results(
+            launch.run(
+                script,
+                *options,
+                workers=cls.workers,
+                launcher=cls.transport,
+                timeout=900,
+            )
+        )
+        cls.alone = baseline(script)
+
+    def outcomes(self, name: str) -> list[dict[str, Any]]:
+        self.assertEqual([r["rank"] for r in self.found], list(range(self.workers)))
+        self.assertEqual({r["transport"] for r in self.found}, {self.transport})
+        for rank, result in enumerate(self.found):
+            if "error" in result[name]:
+                self.fail(f"rank {rank}: {result[name]['error']}")
+        return [result[name] for result in self.found]
+
+    def assert_like_one_worker(self, name: str) -> None:
+        tolerance = TOLERANCE.get(name, 1e-5)
+        for rank, outcome in enumerate(self.outcomes(name)):
+            expected = self.alone[name]
+            self.assertEqual(outcome.keys(), expected.keys())
+            for key in expected.keys() - {"crc"}:
+                self.assertAllClose(
+                    outcome[key],
+                    expected[key],
+                    rtol=tolerance,
+                    atol=tolerance,
+                    msg=f"rank {rank}, {key}",
+                )
+
+    def assert_same_weights(self, name: str) -> None:
+        self.assertLen({outcome.get("crc") for outcome in self.outcomes(name)}, 1)
+
+
+_baseline: dict[str, Any] = {}
+
+
+def baseline(script: str) -> dict[str, Any]:
+    """Return what plain Keras does, without this package's strategies."""
+    if not _baseline:
+        run = launch.run(script, "--strategy", "none", workers=1, timeout=600)
+        _baseline.update(launch.results(run)[0])
+    return _baseline
+
+
+class Equal(Features):
+    """Strategies that compute what one worker does."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        if cls is Equal:
+            raise cls.skipTest(cls(), "only its subclasses are tests")
+        super().setUpClass()
+
+    @parameterized.named_parameters(*EVERY)
+    def test_n_workers_train_as_one(self, name: str) -> None:
+        self.assert_same_weights(name)
+        if not (self.strategy == "dgc_dense" and name in NOT_LIKE_KERAS):
+            self.assert_like_one_worker(name)
+
+
+@pytest.mark.processes
+class DenseOverCollectives(Equal):
+    strategy, transport = "dense", "collective"
+
+
+@pytest.mark.processes
+class DenseOverHorovod(Equal):
+    strategy, transport = "dense", "horovod"
+
+
+@pytest.mark.processes
+class DenseOverBoth(Equal):
+    strategy, transport = "dense", "hybrid"
+
+
+@pytest.mark.processes
+class DenseOnFourWorkers(Equal):
+    strategy, transport, workers = "dense", "collective", 4
+
+
+@pytest.mark.processes
+class DenseAlone(Equal):
+    strategy, transport, workers = "dense", "local", 1
+
+
+@pytest.mark.processes
+class NothingLeftOutOverCollectives(Equal):
+    strategy, transport = "dgc_dense", "collective"
+
+
+@pytest.mark.processes
+class NothingLeftOutAlone(Equal):
+    strategy, transport, workers = "dgc_dense", "local", 1
+
+
+class Compressed(Features):
+    """Deep Gradient Compression at 90%, with warm-up and clipping."""
+
+    strategy: ClassVar[str] = "dgc"
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        if cls is Compressed:
+            raise cls.skipTest(cls(), "only its subclasses are tests")
+        super().setUpClass()
+
+    @parameterized.named_parameters(*EVERY)
+    def test_weights_are_the_same_bits_everywhere(self, name: str) -> None:
+        self.assert_same_weights(name)
+
+    @parameterized.named_parameters(*EVERY)
+    def test_training_makes_progress(self, name: str) -> None:
+        for outcome in self.outcomes(name):
+            if "history" in outcome and name != "loss_scaling":
+                loss = outcome["history"]["loss"]
+                self.assertTrue(np.isfinite(loss).all())
+                self.assertLess(loss[-1], loss[0])
+
+
+@pytest.mark.processes
+class CompressedOverCollectives(Compressed):
+    transport = "collective"
+
+
+@pytest.mark.processes
+class CompressedOverHorovod(Compressed):
+    transport = "horovod"
+
+
+@pytest.mark.processes
+class CompressedOverBoth(Compressed):
+    transport = "hybrid"
+
+
+@pytest.mark.processes
+class CompressedOnFourWorkers(Compressed):
+    transport, workers = "collective", 4
+
+
+@pytest.mark.processes
+class CompressedAlone(Compressed):
+    transport, workers = "local", 1

@@ -1,0 +1,167 @@
+"""Bad input and lost workers: real processes, and what they say."""
+
+from typing import Any
+
+import launch
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+SCRIPT = str(launch.ROOT / "tests" / "misuse.py")
+
+
+def outcomes(
+    case: str, launcher: str = "collective", workers: int = 2, timeout: float = 60
+) -> tuple[dict[int, dict[str, Any]], str, int]:
+    """Run a case; return each rank's result, all output, and the exit status."""
+    completed = launch.run(
+        SCRIPT,
+        case,
+        workers=workers,
+        launcher=launcher,
+        environment={"TF_DGC_TIMEOUT": str(timeout)},
+        timeout=240,
+    )
+    output = completed.stdout + completed.stderr
+    return launch.by_rank(completed.stdout), output, completed.returncode
+
+
+@pytest.mark.processes
+class MisuseTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.named_parameters(
+        (case, case, error, text)
+        for case, error, text in (
+            (
+                "configs_differ",
+                "ValueError",
+                r"`sparsity` differs: 0\.9 on ranks \[0\]",
+            ),
+            (
+                "strategies_differ",
+                "ValueError",
+                r"`strategy` differs: 'DGCStrategy' on",
+            ),
+            (
+                "models_differ",
+                "ValueError",
+                r"`shape` differs: \[4, 8\] on ranks \[0\]",
+            ),
+            (
+                "trained_variables_differ",
+                "ValueError",
+                r"same trained variables.*`variable 2` differs",
+            ),
+            (
+                "compiled_outside_the_scope",
+                "ValueError",
+                r"optimizer 'sgd' was made outside the scope",
+            ),
+            ("built_outside_the_scope", "ValueError", "was made outside the scope"),
+            (
+                "built_outside_the_scope_without_momentum",
+                "ValueError",
+                "was made outside the scope",
+            ),
+            ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
+            ("reduced_and_never_applied", "RuntimeError", "did not apply them"),
+            ("changed_after_reduction", "RuntimeError", "changed gradients between"),
+            (
+                "tensorflow_started_collective",
+                "RuntimeError",
+                "Create the strategy before any other TensorFlow",
+            ),
+        )
+    )
+    def test_every_worker_stops_with_a_clear_error(
+        self, case: str, error: str, text: str
+    ) -> None:
+        found, output, status = outcomes(case)
+        self.assertEqual(status, 3, output)
+        self.assertNotEmpty(found, output)
+        for result in found.values():
+            self.assertEqual(result.get("error"), error, output)
+            self.assertRegex(result["text"], text)
+
+    def test_a_forgotten_scope_is_told_at_the_end(self) -> None:
+        _, output, _ = outcomes("scope_forgotten")
+        self.assertIn("nothing was synchronised", output)
+
+    def test_nan_on_one_worker_stops_all_and_changes_nothing(self) -> None:
+        found, output, _ = outcomes("nan_raises")
+        self.assertNotEmpty(found, output)
+        for result in found.values():
+            self.assertRegex(result["text"], r"holds NaN or infinity")
+            self.assertRegex(
+                result["text"], r"\[1\] \[0\] \[\W*sequential/dense/kernel"
+            )
+            self.assertTrue(result["unchanged"])
+            self.assertEqual(result["norm"], 0.0)
+
+    def test_nan_on_one_worker_can_be_skipped_by_all(self) -> None:
+        found, output, status = outcomes("nan_skips")
+        self.assertEqual(status, 0, output)
+        self.assertLen(found, 2)
+        for result in found.values():
+            self.assertTrue(result["unchanged"])
+            self.assertEqual(result["norm"], 0.0)
+
+    def test_a_worker_that_never_comes_is_named(self) -> None:
+        cluster = '{"worker": ["127.0.0.1:%d", "127.0.0.1:%d"]}'
+        ports = launch.free_ports(2)
+        completed = launch.run(
+            SCRIPT,
+            "configs_differ",
+            workers=1,
+            environment={
+                "TF_CONFIG": '{"cluster": %s, "task": {"type": "worker", "index": 0}}'
+                % (cluster % ports),
+                "TF_DGC_TIMEOUT": "3",
+            },
+        )
+        (result,) = launch.by_rank(completed.stdout).values()
+        self.assertEqual(result["error"], "TimeoutError")
+        self.assertIn(f"Worker 1 (127.0.0.1:{ports[1]}) did not come", result["text"])
+        self.assertLess(result["seconds"], 30)
+
+    @parameterized.parameters("collective", "horovod", "hybrid")
+    def test_when_a_worker_is_killed_the_others_end(self, transport: str) -> None:
+        if transport != "collective" and launch.horovod_missing():
+            self.skipTest(launch.horovod_missing())
+        found, output, status = outcomes(f"peer_killed_{transport}", transport)
+        self.assertNotEqual(status, 0, output)
+        for result in found.values():
+            self.assertIn("error", result)
+
+    @parameterized.parameters("collective", "horovod", "hybrid")
+    def test_when_a_worker_stays_away_the_others_end(self, transport: str) -> None:
+        if transport != "collective" and launch.horovod_missing():
+            self.skipTest(launch.horovod_missing())
+        found, output, status = outcomes(
+            f"peer_absent_{transport}", transport, timeout=12
+        )
+        self.assertNotEqual(status, 0, output)
+        self.assertIn("has waited for more than 12 s in a collective", output)
+        self.assertIn("error", found[0])
+
+
+@pytest.mark.processes
+class HybridChoiceTest(tf.test.TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        if launch.horovod_missing():
+            self.skipTest(launch.horovod_missing())
+
+    def test_asked_for_by_name_it_raises_on_all_where_one_cannot(self) -> None:
+        found, output, _ = outcomes("tensorflow_started_hybrid", "hybrid")
+        self.assertNotEmpty(found, output)
+        for result in found.values():
+            self.assertEqual(result["error"], "NoHybridTransport")
+            self.assertIn("on rank 1, TensorFlow has already run", result["text"])
+
+    def test_auto_falls_back_to_horovod_on_all_and_says_why(self) -> None:
+        found, output, status = outcomes("tensorflow_started_auto", "hybrid")
+        self.assertEqual(status, 0, output)
+        for rank in range(2):
+            self.assertEqual(found[rank]["transport"], "horovod")
+            self.assertEqual(found[rank]["total"], 4.0)
+        self.assertIn("on rank 1, TensorFlow has already run operations", output)

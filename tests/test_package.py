@@ -1,0 +1,304 @@
+"""Tests of the package as a whole: its surface, its imports, its house rules."""
+
+import ast
+import inspect
+import pathlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+import tf_dgc
+from tf_dgc import _host, transports
+
+ROOT = pathlib.Path(tf_dgc.__file__).parent
+
+# A module imports from its own tier or from lower ones.
+TIERS = (
+    ("config", "version", "_host", "data"),
+    ("schedules", "layout", "sparsify", "packing"),
+    ("dgc", "averaging"),
+    (
+        "state",
+        "transports",
+        "transports.base",
+        "transports.collective",
+        "transports.handshake",
+        "transports.horovod",
+        "transports.hybrid",
+        "transports.local",
+        "transports.rendezvous",
+        "transports.resolver",
+        "transports.turnstile",
+        "transports.watchdog",
+    ),
+    ("synchronizers",),
+    ("extended", "strategy", "horovod", "callbacks"),
+    ("",),  # the package itself
+)
+TIER_OF = {name: tier for tier, names in enumerate(TIERS) for name in names}
+PURE = ("config", "schedules", "layout", "sparsify", "packing", "dgc", "averaging")
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """Return the source of every module, by its name within the package."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join(parts)] = path
+    return found
+
+
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in modules().items()}
+
+
+def imports(tree: ast.AST, deep: bool = True) -> Iterator[str]:
+    """Yield what is imported, as "package.module" or "package.module.name"."""
+    for node in ast.walk(tree) if deep else ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    """Return the modules of the package that are imported, without its name."""
+    known, found = modules(), set()
+    for name in imports(tree):
+        if name.split(".")[0] == "tf_dgc":
+            parts = name.split(".")[1:]
+            while ".".join(parts) not in known:
+                parts = parts[:-1]
+            found.add(".".join(parts))
+    return found
+
+
+def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+            yield node
+
+
+class SurfaceTest(tf.test.TestCase):
+    def test_public_names_are_pinned(self) -> None:
+        self.assertEqual(
+            tf_dgc.__all__,
+            [
+                "DGCConfig",
+                "DGCStrategy",
+                "DenseStrategy",
+                "StepStats",
+                "__version__",
+                "transports",
+            ],
+        )
+        self.assertEqual(transports.__all__, ["Transport", "resolve"])
+
+    def test_public_names_are_sorted_and_there(self) -> None:
+        for package in (tf_dgc, transports):
+            self.assertEqual(package.__all__, sorted(package.__all__))
+            for name in package.__all__:
+                self.assertTrue(hasattr(package, name), name)
+
+    def test_what_is_not_listed_is_a_module_or_private(self) -> None:
+        submodules = {info.name for info in pkgutil.iter_modules(tf_dgc.__path__)}
+        for name in set(vars(tf_dgc)) - set(tf_dgc.__all__):
+            self.assertTrue(name.startswith("_") or name in submodules, name)
+
+    def test_the_version_is_a_literal(self) -> None:
+        # So setuptools reads it without importing TensorFlow.
+        (assignment,) = [
+            node for node in trees()["version"].body if isinstance(node, ast.Assign)
+        ]
+        self.assertEqual(ast.literal_eval(assignment.value), tf_dgc.__version__)
+        self.assertRegex(tf_dgc.__version__, r"^\d+\.\d+\.\d+$")
+
+    def test_everything_public_has_a_docstring(self) -> None:
+        for name, tree in trees().items():
+            self.assertTrue(ast.get_docstring(tree), name)
+            for node in public(tree):
+                place = f"{name}.{node.name}"
+                self.assertTrue(ast.get_docstring(node), place)
+                if isinstance(node, ast.ClassDef):
+                    for method in node.body:
+                        if (
+                            isinstance(method, ast.FunctionDef)
+                            and method.name[0] != "_"
+                        ):
+                            where = f"{place}.{method.name}"
+                            self.assertTrue(ast.get_docstring(method), where)
+
+    def test_types_are_announced(self) -> None:
+        self.assertTrue((ROOT / "py.typed").exists())
+
+
+class ImportTest(tf.test.TestCase):
+    def test_importing_the_package_imports_no_horovod(self) -> None:
+        # None in sys.modules makes an import raise ImportError.
+        code = "import sys; sys.modules['horovod'] = None; import tf_dgc"
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT.parent,
+            check=True,
+            timeout=120,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def test_every_module_has_a_tier(self) -> None:
+        self.assertEqual(sorted(modules().keys() - TIER_OF.keys()), [])
+
+    def test_imports_point_one_way(self) -> None:
+        for name, tree in trees().items():
+            for other in own_imports(tree) - {name}:
+                if name:
+                    self.assertNotEqual(other, "", f"{name} imports the package itself")
+                self.assertLessEqual(
+                    TIER_OF[other], TIER_OF[name], f"{name} imports {other}"
+                )
+
+    def test_imports_make_no_circles(self) -> None:
+        graph = {name: own_imports(tree) - {name} for name, tree in trees().items()}
+        done: set[str] = set()
+        while len(done) < len(graph):
+            ready = {n for n in graph if n not in done and graph[n] <= done}
+            self.assertNotEmpty(ready, f"in a circle: {sorted(graph.keys() - done)}")
+            done |= ready
+
+    def test_pure_modules_know_no_state_and_no_transport(self) -> None:
+        for name, tree in trees().items():
+            if name in PURE:
+                self.assertLessEqual(own_imports(tree), set(PURE), name)
+                used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+                self.assertNotIn("Variable", used, name)
+
+    def test_the_settings_need_the_standard_library_only(self) -> None:
+        for name in imports(trees()["config"]):
+            self.assertIn(name.split(".")[0], sys.stdlib_module_names)
+
+    def test_synchronizers_know_no_keras_and_no_horovod(self) -> None:
+        found = {name.split(".")[0] for name in imports(trees()["synchronizers"])}
+        self.assertNoCommonElements(found, {"keras", "horovod"})
+
+    def test_horovod_is_imported_late_and_where_it_belongs(self) -> None:
+        allowed = {
+            "transports.horovod",
+            "transports.hybrid",
+            "transports.rendezvous",
+            "horovod",
+        }
+        for name, tree in trees().items():
+            if any(found.split(".")[0] == "horovod" for found in imports(tree)):
+                self.assertIn(name, allowed)
+            for found in imports(tree, deep=False):
+                self.assertNotEqual(found.split(".")[0], "horovod", name)
+
+    def test_private_host_names_stand_in_one_module(self) -> None:
+        for name, tree in trees().items():
+            if name == "_host":
+                continue
+            for found in imports(tree):
+                self.assertNotRegex(found, r"^(tensorflow\.python|keras\.src)\b", name)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    dotted = f"{node.value.id}.{node.attr}"
+                    self.assertNotIn(
+                        dotted, ("tf.python", "tensorflow.python", "keras.src"), name
+                    )
+
+    def test_imports_are_absolute(self) -> None:
+        for name, tree in trees().items():
+            for found in imports(tree):
+                self.assertFalse(found.startswith("."), f"{name}: {found}")
+
+
+class HouseRulesTest(tf.test.TestCase):
+    def test_nothing_is_printed_or_asserted(self) -> None:
+        for name, tree in trees().items():
+            for node in ast.walk(tree):
+                where = f"{name}:{getattr(node, 'lineno', 0)}"
+                self.assertNotIsInstance(node, ast.Assert, where)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    self.assertNotEqual(node.func.id, "print", where)
+
+    def test_there_is_one_logger(self) -> None:
+        for name, tree in trees().items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and "getLogger" in ast.unparse(node.func):
+                    self.assertEqual(
+                        ast.unparse(node), "logging.getLogger('tf_dgc')", name
+                    )
+
+    def test_sources_are_ascii(self) -> None:
+        for name, path in modules().items():
+            self.assertTrue(path.read_bytes().isascii(), name)
+
+    def test_raised_errors_are_instances_with_a_message(self) -> None:
+        for name, tree in trees().items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Raise) and node.exc is not None:
+                    where = f"{name}:{node.lineno}"
+                    self.assertIsInstance(node.exc, ast.Call, where)
+                    self.assertNotEmpty(node.exc.args, where)
+
+
+class HostTest(tf.test.TestCase):
+    def test_the_installed_versions_have_every_private_name(self) -> None:
+        _host.probe()
+
+    def test_a_name_that_moved_is_named_with_the_versions(self) -> None:
+        for owner, name, shown in (
+            (
+                _host.device_util,
+                "resolve",
+                "tensorflow.python.distribute.device_util.resolve",
+            ),
+            (
+                _host.global_state,
+                "get_global_attribute",
+                "keras.src.backend.common.global_state.get_global_attribute",
+            ),
+            (
+                keras.optimizers.Optimizer,
+                "_distributed_tf_update_step",
+                "Optimizer._distributed_tf_update_step",
+            ),
+        ):
+            definer = owner
+            if inspect.isclass(owner):
+                definer = next(c for c in owner.__mro__ if name in vars(c))
+            kept = vars(definer)[name]
+            with self.subTest(name):
+                delattr(definer, name)
+                try:
+                    with self.assertRaises(ImportError) as caught:
+                        _host.probe()
+                finally:
+                    setattr(definer, name, kept)
+                message = str(caught.exception)
+                self.assertIn(f"tf_dgc needs {shown}, which this version", message)
+                self.assertIn(f"TensorFlow {tf.__version__}", message)
+                self.assertIn(f"Keras {keras.__version__}", message)
+        _host.probe()
+
+    def test_every_private_module_is_probed(self) -> None:
+        probed = inspect.getsource(_host.probe)
+        for name in ("context", "device_util", "distribute_lib", "distribute_utils"):
+            self.assertIn(name, probed)
+
+    def test_a_strategy_probes_first(self) -> None:
+        with (
+            mock.patch.object(_host, "probe", side_effect=ImportError("moved")),
+            self.assertRaisesRegex(ImportError, "moved"),
+        ):
+            tf_dgc.DenseStrategy(transport="no such transport")
+
+
+if __name__ == "__main__":
+    tf.test.main()
