@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check style and types and run the tests that start no worker processes.
+# Check style and types and run the fast tests, which start no worker processes.
 #
 #   scripts/check.sh [lint]      (lint: without the tests)
 set -euo pipefail
@@ -8,4 +8,4 @@ set -euo pipefail
 ruff check .
 ruff format --check .
 mypy
-[ "${1:-}" = lint ] || python -m pytest -m "not processes"
+[ "${1:-}" = lint ] || python -m pytest -m "not processes and not slow"

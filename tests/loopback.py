@@ -13,6 +13,13 @@ TIMEOUT_SECONDS = 60.0
 _GATHERED = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 
 
+class Owner:
+    """Stands for an optimizer."""
+
+
+OWNER = Owner()
+
+
 class Sent(NamedTuple):
     """One call of a collective, as one worker made it."""
 

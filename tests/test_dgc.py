@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loopback import Loopback, run_workers
+from loopback import OWNER, Loopback, run_workers
 
 from tf_dgc import dgc
 from tf_dgc import layout as layout_lib
@@ -236,7 +236,7 @@ class SparsityZeroTest(parameterized.TestCase, tf.test.TestCase):
         variable = tf.Variable(tf.zeros([8, 16]))
         return [
             synchronizer.exchange(
-                "owner", [tf.constant(gradient)], [variable], momentum
+                OWNER, [tf.constant(gradient)], [variable], momentum
             ).gradients[0]
             for gradient in self.gradients()
         ]
@@ -286,7 +286,7 @@ class FairnessTest(tf.test.TestCase):
             )
             state = dgc.keep(state, selection, False)
             sent[selection.positions.numpy()] += 1
-        counts = [s.sum() for s in np.split(sent[: layout.size], 3)]
+        counts = [part.sum() for part in np.split(sent, 3)]
         self.assertAllGreater(counts, 0)
 
 
@@ -374,12 +374,12 @@ class TwinCase(parameterized.TestCase, tf.test.TestCase):
         found = []
         for local in gradients:
             exchanged = synchronizer.exchange(
-                "owner",
+                OWNER,
                 [tf.constant(g) for g in local[transport.rank]],
                 variables,
                 momentum,
             )
-            (arena,) = synchronizer._arenas.values()
+            (arena,) = synchronizer.arenas.values()
             state = arena.state.read()
             found.append(
                 (

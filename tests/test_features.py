@@ -14,7 +14,7 @@ from absl.testing import parameterized
 
 # float16 rounds what is summed, and sums in another order on N workers.
 TOLERANCE = {"mixed_precision": 2e-3}
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1000)]
 EVERY = [(name, name) for name in features.FEATURES]
 # Keras keeps the learning rate inside its velocity, Deep Gradient Compression outside:
 # they differ where the rate changes, as the callback here makes it do.
@@ -24,6 +24,7 @@ NOT_LIKE_KERAS = {"callbacks"}
 class Features(parameterized.TestCase, tf.test.TestCase):
     """Runs the features; subclasses say where and compare."""
 
+    __test__: ClassVar[bool] = False
     strategy: ClassVar[str] = "dense"
     transport: ClassVar[str] = "collective"
     workers: ClassVar[int] = 2
@@ -33,8 +34,6 @@ class Features(parameterized.TestCase, tf.test.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        if cls is Features:
-            raise cls.skipTest(cls(), "only its subclasses are tests")
         if cls.transport in ("horovod", "hybrid") and launch.horovod_missing():
             raise cls.skipTest(cls(), launch.horovod_missing())
         script = str(launch.ROOT / "tests" / "features.py")
@@ -90,12 +89,6 @@ def baseline(script: str) -> dict[str, Any]:
 class Equal(Features):
     """Strategies that compute what one worker does."""
 
-    @classmethod
-    def setUpClass(cls) -> None:
-        if cls is Equal:
-            raise cls.skipTest(cls(), "only its subclasses are tests")
-        super().setUpClass()
-
     @parameterized.named_parameters(*EVERY)
     def test_n_workers_train_as_one(self, name: str) -> None:
         self.assert_same_weights(name)
@@ -103,38 +96,38 @@ class Equal(Features):
             self.assert_like_one_worker(name)
 
 
-@pytest.mark.processes
 class DenseOverCollectives(Equal):
+    __test__ = True
     strategy, transport = "dense", "collective"
 
 
-@pytest.mark.processes
 class DenseOverHorovod(Equal):
+    __test__ = True
     strategy, transport = "dense", "horovod"
 
 
-@pytest.mark.processes
 class DenseOverBoth(Equal):
+    __test__ = True
     strategy, transport = "dense", "hybrid"
 
 
-@pytest.mark.processes
 class DenseOnFourWorkers(Equal):
+    __test__ = True
     strategy, transport, workers = "dense", "collective", 4
 
 
-@pytest.mark.processes
 class DenseAlone(Equal):
+    __test__ = True
     strategy, transport, workers = "dense", "local", 1
 
 
-@pytest.mark.processes
 class NothingLeftOutOverCollectives(Equal):
+    __test__ = True
     strategy, transport = "dgc_dense", "collective"
 
 
-@pytest.mark.processes
 class NothingLeftOutAlone(Equal):
+    __test__ = True
     strategy, transport, workers = "dgc_dense", "local", 1
 
 
@@ -142,12 +135,6 @@ class Compressed(Features):
     """Deep Gradient Compression at 90%, with warm-up and clipping."""
 
     strategy: ClassVar[str] = "dgc"
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        if cls is Compressed:
-            raise cls.skipTest(cls(), "only its subclasses are tests")
-        super().setUpClass()
 
     @parameterized.named_parameters(*EVERY)
     def test_weights_are_the_same_bits_everywhere(self, name: str) -> None:
@@ -162,26 +149,26 @@ class Compressed(Features):
                 self.assertLess(loss[-1], loss[0])
 
 
-@pytest.mark.processes
 class CompressedOverCollectives(Compressed):
+    __test__ = True
     transport = "collective"
 
 
-@pytest.mark.processes
 class CompressedOverHorovod(Compressed):
+    __test__ = True
     transport = "horovod"
 
 
-@pytest.mark.processes
 class CompressedOverBoth(Compressed):
+    __test__ = True
     transport = "hybrid"
 
 
-@pytest.mark.processes
 class CompressedOnFourWorkers(Compressed):
+    __test__ = True
     transport, workers = "collective", 4
 
 
-@pytest.mark.processes
 class CompressedAlone(Compressed):
+    __test__ = True
     transport, workers = "local", 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import importlib.util
 import json
 import os
 import pickle
@@ -297,8 +298,6 @@ class ExchangeAddressesTest(tf.test.TestCase):
         place = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.server.server_address[1]),
-            # Must not be asked.
-            "http_proxy": "http://127.0.0.1:1",
         }
         self.enterContext(mock.patch.dict(os.environ, place))
 
@@ -324,6 +323,15 @@ class ExchangeAddressesTest(tf.test.TestCase):
     def test_only_text_is_stored(self) -> None:
         (addresses,) = self.exchange("")
         self.assertEqual(self.server.items, {"/tf_dgc/0": addresses[0].encode()})
+
+    def test_the_store_is_never_asked_through_a_proxy(self) -> None:
+        proxy = f"http://127.0.0.1:{free_port()}"
+        with mock.patch.dict(os.environ, {"http_proxy": proxy, "HTTP_PROXY": proxy}):
+            # What the environment says about proxies is read on import.
+            spec = importlib.util.spec_from_file_location("fresh", rendezvous.__file__)
+            fresh = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(fresh)
+            self.assertLen(fresh.exchange_addresses(0, 1, "", 5.0), 1)
 
     def test_an_obstacle_on_one_worker_stops_all_alike(self) -> None:
         found = self.exchange("", "TensorFlow has run", "", "no network")

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from loopback import Loopback, outcomes, run_workers
+from loopback import OWNER, Loopback, Owner, outcomes, run_workers
 
+from tf_dgc import dgc, packing
 from tf_dgc import layout as layout_lib
-from tf_dgc import packing, synchronizers
 from tf_dgc.config import DGCConfig
 from tf_dgc.dgc import Momentum
 from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
@@ -39,7 +39,7 @@ def settings_of(**others: Any) -> DGCConfig:
 
 def state_of(synchronizer: DeepGradientCompression) -> tuple[np.ndarray, ...]:
     """Return velocity, residual and step of the only owner."""
-    (arena,) = synchronizer._arenas.values()
+    (arena,) = synchronizer.arenas.values()
     state = arena.state
     parts = (state.velocity, state.residual, state.step)
     return tuple(part.numpy() for part in parts if part is not None)
@@ -60,7 +60,7 @@ class DenseTest(tf.test.TestCase):
                     zip(variables, (tf.float32, tf.float64, tf.float16), strict=True)
                 )
             ]
-            exchanged = Dense(transport).exchange("owner", gradients, variables)
+            exchanged = Dense(transport).exchange(OWNER, gradients, variables)
             self.assertIsNone(exchanged.apply)
             self.assertEqual(exchanged.compressed, [False] * 3)
             return exchanged.gradients
@@ -79,7 +79,7 @@ class DenseTest(tf.test.TestCase):
         def work(transport: Loopback) -> list[tuple[str, str]]:
             variables = variables_of((2, 3), (4,), (5,))
             gradients = [tf.ones(v.shape) for v in variables]
-            Dense(transport).exchange("owner", gradients, variables)
+            Dense(transport).exchange(OWNER, gradients, variables)
             return [(sent.call, sent.name) for sent in transport.sent]
 
         for calls in run_workers(2, work):
@@ -99,7 +99,7 @@ class DenseTest(tf.test.TestCase):
 
         def work(transport: Loopback) -> list[Any]:
             gradients = [slices(transport.rank), tf.ones([3])]
-            return Dense(transport).exchange("owner", gradients, variables).gradients
+            return Dense(transport).exchange(OWNER, gradients, variables).gradients
 
         expected = sum(tf.convert_to_tensor(slices(rank)) for rank in range(3))
         for found, dense in run_workers(3, work):
@@ -117,7 +117,7 @@ class DenseTest(tf.test.TestCase):
 
         def work(transport: Loopback) -> Any:
             variables = variables_of((9, 2))
-            return Dense(transport).exchange("owner", [empty], variables).gradients[0]
+            return Dense(transport).exchange(OWNER, [empty], variables).gradients[0]
 
         for found in run_workers(2, work):
             self.assertEqual(found.values.shape, [0, 2])
@@ -125,7 +125,7 @@ class DenseTest(tf.test.TestCase):
 
     def test_keeps_nothing_back(self) -> None:
         synchronizer = Dense(LocalTransport())
-        synchronizer.exchange("owner", [tf.ones([2])], variables_of((2,)))
+        synchronizer.exchange(OWNER, [tf.ones([2])], variables_of((2,)))
         self.assertEqual(float(synchronizer.stats().residual_norm), 0.0)
 
 
@@ -146,7 +146,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             for step in range(5):
                 gradient = normal(shape, transport.rank, step)
                 transport.sent.clear()
-                synchronizer.exchange("owner", [gradient], variables)
+                synchronizer.exchange(OWNER, [gradient], variables)
                 sent = self.sent_by(transport, shape, config)
                 (residual, _) = state_of(synchronizer)
                 kept = residual.reshape(shape)
@@ -163,9 +163,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
     ) -> np.ndarray:
         """Return what the last message said, as a tensor."""
         layout = layout_lib.build([("w0", shape)])
-        form = synchronizers.message_format(
-            layout, config.sparsity, config, transport.size
-        )
+        form = dgc.message_format(layout, config.sparsity, config, transport.size)
         (message,) = [s.arrays[0] for s in transport.sent if ".message" in s.name]
         _, positions, values = packing.unpack(form, tf.constant(message))
         sent = np.zeros(layout.size, np.float32)
@@ -185,7 +183,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             for step in range(10):
                 gradient = normal(shape, transport.rank, step)
                 (summed,) = synchronizer.exchange(
-                    "owner", [gradient], variables
+                    OWNER, [gradient], variables
                 ).gradients
                 total += summed.numpy()
             return total, state_of(synchronizer)[0].reshape(shape)
@@ -201,7 +199,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             )
             variables = variables_of((30, 30), (4, 4), (100,))
             gradients = [normal(v.shape, transport.rank, 0) for v in variables]
-            exchanged = synchronizer.exchange("owner", gradients, variables, MOMENTUM)
+            exchanged = synchronizer.exchange(OWNER, gradients, variables, MOMENTUM)
             return exchanged, gradients
 
         (first, a), (_, b) = run_workers(2, work)
@@ -221,7 +219,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             synchronizer = DeepGradientCompression(
                 LocalTransport(), settings_of(momentum_correction=correction)
             )
-            exchanged = synchronizer.exchange("owner", gradients, variables, momentum)
+            exchanged = synchronizer.exchange(OWNER, gradients, variables, momentum)
             self.assertEqual(exchanged.compressed, expected)
             self.assertLen(state_of(synchronizer), 3 if expected[0] else 2)
 
@@ -231,7 +229,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             variables = variables_of((5,), ())
             gradients = [tf.fill(v.shape, 1.0 + transport.rank) for v in variables]
             return values_of(
-                synchronizer.exchange("owner", gradients, variables).gradients
+                synchronizer.exchange(OWNER, gradients, variables).gradients
             )
 
         for flat, scalar in run_workers(2, work):
@@ -243,14 +241,14 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             Dense(LocalTransport()),
             DeepGradientCompression(LocalTransport(), settings_of()),
         ):
-            self.assertEqual(synchronizer.exchange("owner", [], []).gradients, [])
+            self.assertEqual(synchronizer.exchange(OWNER, [], []).gradients, [])
 
     def test_half_float_gradients_come_back_as_they_came(self) -> None:
         for dtype in (tf.float16, tf.bfloat16):
             synchronizer = DeepGradientCompression(LocalTransport(), settings_of())
             variables = variables_of((8, 16), dtype=dtype)
             gradient = tf.cast(normal((8, 16), 1), dtype)
-            (found,) = synchronizer.exchange("owner", [gradient], variables).gradients
+            (found,) = synchronizer.exchange(OWNER, [gradient], variables).gradients
             self.assertEqual(found.dtype, dtype)
             self.assertEqual(found.shape, [8, 16])
 
@@ -260,7 +258,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         slices = tf.IndexedSlices(
             tf.ones([3, 8]), tf.constant([5, 9, 5]), tf.constant([40, 8])
         )
-        (found,) = synchronizer.exchange("owner", [slices], variables).gradients
+        (found,) = synchronizer.exchange(OWNER, [slices], variables).gradients
         sent = tf.convert_to_tensor(found).numpy()
         expected = np.zeros((40, 8))
         expected[5], expected[9] = 2.0, 1.0
@@ -278,7 +276,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
                 tf.constant([40, 8]),
             )
             return synchronizer.exchange(
-                "owner", [slices], variables_of((40, 8))
+                OWNER, [slices], variables_of((40, 8))
             ).gradients[0]
 
         for found in run_workers(2, work):
@@ -290,19 +288,38 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
 
         def trained(owners: str) -> dict[str, list[np.ndarray]]:
             synchronizer = DeepGradientCompression(LocalTransport(), settings_of())
-            found: dict[str, list[np.ndarray]] = {owner: [] for owner in owners}
+            found: dict[str, list[np.ndarray]] = {name: [] for name in owners}
+            named = {name: Owner() for name in owners}
             for step in range(6):
-                for owner in owners:
-                    gradient = normal((8, 16), ord(owner), step)
+                for name, owner in named.items():
+                    gradient = normal((8, 16), ord(name), step)
                     exchanged = synchronizer.exchange(
                         owner, [gradient], variables, MOMENTUM
                     )
-                    found[owner].append(exchanged.gradients[0].numpy())
+                    found[name].append(exchanged.gradients[0].numpy())
             return found
 
         together = trained("ab")
         self.assertAllEqual(together["a"], trained("a")["a"])
         self.assertAllEqual(together["b"], trained("b")["b"])
+
+    def test_state_goes_with_its_owner(self) -> None:
+        # A new optimizer may get the address of one that is gone.
+        variables = variables_of((8, 16))
+        synchronizer = DeepGradientCompression(LocalTransport(), settings_of())
+        found = []
+        for _ in range(3):
+            owner = Owner()
+            gradient = normal((8, 16), 1)
+            exchanged = synchronizer.exchange(owner, [gradient], variables, MOMENTUM)
+            found.append(exchanged.gradients[0].numpy())
+            self.assertLen(synchronizer.accounts(), 1)
+            self.assertLen(synchronizer.arenas, 1)
+            del owner
+            self.assertEmpty(synchronizer.accounts())
+            self.assertEmpty(synchronizer.arenas)
+        self.assertAllEqual(found[1], found[0])
+        self.assertAllEqual(found[2], found[0])
 
     def test_no_two_collectives_of_a_step_have_the_same_name(self) -> None:
         variables = variables_of((8, 16), (9, 2), (9, 2), (4,))
@@ -315,10 +332,10 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
                 tf.ones([1, 2]), tf.constant([0]), tf.constant([9, 2])
             )
             gradients = [tf.ones([8, 16]), slices, slices, tf.ones([4])]
-            steps = []
+            steps, owners = [], [Owner(), Owner()]
             for _ in range(3):
                 transport.sent.clear()
-                for owner in "ab":
+                for owner in owners:
                     synchronizer.exchange(owner, gradients, variables)
                 names = [sent.name for sent in transport.sent]
                 steps.append([n for n in names if not n.startswith("agree")])
@@ -344,7 +361,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
                     tf.reduce_mean(batch, axis=[0, 1])[:4],
                 ]
                 return synchronizer.exchange(
-                    "owner", gradients, variables, MOMENTUM
+                    OWNER, gradients, variables, MOMENTUM
                 ).gradients
 
             call = tf.function(step) if graph else step
@@ -368,7 +385,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         counts = []
         for step in range(6):
             gradient = normal((16, 32), step)
-            synchronizer.exchange("owner", [gradient], variables)
+            synchronizer.exchange(OWNER, [gradient], variables)
             counts.append(int(synchronizer.stats().sent_elements))
         self.assertEqual(counts, [256, 256, 128, 128, 16, 16])
 
@@ -381,7 +398,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         counts = []
         for step in range(5):
             gradient = normal((16, 32), step) * (np.nan if step == 1 else 1)
-            synchronizer.exchange("owner", [gradient], variables)
+            synchronizer.exchange(OWNER, [gradient], variables)
             counts.append(int(synchronizer.stats().sent_elements))
         self.assertEqual(counts[0], 256)
         self.assertEqual(counts[2:], [256, 128, 128])
@@ -397,7 +414,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
                 gradients = [
                     normal(v.shape, step, transport.rank) * scale for v in variables
                 ]
-                synchronizer.exchange("owner", gradients, variables)
+                synchronizer.exchange(OWNER, gradients, variables)
             return [
                 (sent.name, sent.bytes)
                 for sent in transport.sent
@@ -407,7 +424,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         for found in run_workers(2, work):
             self.assertEqual(
                 [name for name, _ in found],
-                ["optimizer0.message0"] * 6 + ["optimizer0.message1"] * 6,
+                ["optimizer0.0.message"] * 6 + ["optimizer0.1.message"] * 6,
             )
             self.assertLen(set(found), 2)
 
@@ -421,9 +438,7 @@ class MessageFormatTest(tf.test.TestCase):
                 config = settings_of(value_dtype=value_dtype)
                 for sparsity in (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999):
                     for workers in (1, 2, 4, 8, 64, 1000):
-                        form = synchronizers.message_format(
-                            layout, sparsity, config, workers
-                        )
+                        form = dgc.message_format(layout, sparsity, config, workers)
                         slots = sum(
                             max(1, round(s.size * (1 - sparsity)))
                             for s in layout.segments
@@ -444,7 +459,7 @@ class MessageFormatTest(tf.test.TestCase):
             found = []
             for _ in range(2):
                 exchanged = synchronizer.exchange(
-                    "owner", [gradient], variables_of((8, 16)), MOMENTUM
+                    OWNER, [gradient], variables_of((8, 16)), MOMENTUM
                 )
                 found.append(exchanged.gradients[0].numpy())
             names = [(s.name, s.bytes) for s in transport.sent][-2:]
@@ -455,8 +470,8 @@ class MessageFormatTest(tf.test.TestCase):
             self.assertEqual(
                 names,
                 [
-                    ("optimizer0.message0", 4 * packing.HEADER_WORDS),
-                    ("optimizer0.arena0", 512),
+                    ("optimizer0.0.message", 4 * packing.HEADER_WORDS),
+                    ("optimizer0.0.arena", 512),
                 ],
             )
             self.assertAllEqual(first, expected)
@@ -489,9 +504,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
                 if step == 1 and transport.rank == 2:
                     mask = tf.one_hot(1, gradients[variable].shape[-1]) > 0
                     gradients[variable] = tf.where(mask, bad, gradients[variable])
-                exchanged = synchronizer.exchange(
-                    "owner", gradients, variables, MOMENTUM
-                )
+                exchanged = synchronizer.exchange(OWNER, gradients, variables, MOMENTUM)
                 applied.append(bool(exchanged.apply))
                 states.append(state_of(synchronizer))
             self.assertEqual(applied, [True, False, True])
@@ -515,7 +528,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
                     gradients[1] *= np.inf
                 before = state_of(synchronizer) if step else None
                 try:
-                    synchronizer.exchange("owner", gradients, variables, MOMENTUM)
+                    synchronizer.exchange(OWNER, gradients, variables, MOMENTUM)
                 except tf.errors.InvalidArgumentError:
                     states[transport.rank] = (before, state_of(synchronizer))
                     raise
@@ -538,7 +551,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
         @tf.function
         def step(gradient: tf.Tensor) -> tf.Tensor:
             return synchronizer.exchange(
-                "owner", [gradient], variables, MOMENTUM
+                OWNER, [gradient], variables, MOMENTUM
             ).gradients[0]
 
         step(tf.ones([8, 16]))
@@ -553,11 +566,9 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
     def test_slices_are_looked_into(self) -> None:
         values = tf.constant([[1.0, np.nan]])
         slices = tf.IndexedSlices(values, tf.constant([0]), tf.constant([4, 2]))
-        found = synchronizers.first_nonfinite(
-            [tf.ones([2]), slices, tf.constant(np.nan)]
-        )
+        found = dgc.first_nonfinite([tf.ones([2]), slices, tf.constant(np.nan)])
         self.assertEqual(int(found), 2)
-        self.assertEqual(int(synchronizers.first_nonfinite([tf.ones([2])])), 0)
+        self.assertEqual(int(dgc.first_nonfinite([tf.ones([2])])), 0)
 
     def test_no_nan_reaches_the_state_through_clipping(self) -> None:
         # Finite, but the square of its norm is not.
@@ -566,7 +577,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
             LocalTransport(), settings_of(clip_norm=1.0, nonfinite="skip")
         )
         exchanged = synchronizer.exchange(
-            "owner", [gradient], variables_of((8, 16)), MOMENTUM
+            OWNER, [gradient], variables_of((8, 16)), MOMENTUM
         )
         for part in state_of(synchronizer):
             self.assertTrue(np.isfinite(part).all())
@@ -588,7 +599,7 @@ class StatsTest(tf.test.TestCase):
             for step in range(3):
                 transport.sent.clear()
                 gradients = [normal(v.shape, step, transport.rank) for v in variables]
-                synchronizer.exchange("owner", gradients, variables, MOMENTUM)
+                synchronizer.exchange(OWNER, gradients, variables, MOMENTUM)
                 handed = sum(
                     s.bytes for s in transport.sent if not s.name.startswith("agree")
                 )
@@ -610,7 +621,7 @@ class StatsTest(tf.test.TestCase):
         synchronizer = DeepGradientCompression(
             LocalTransport(), settings_of(sparsity=0.0)
         )
-        synchronizer.exchange("owner", [tf.ones([5, 3])], variables_of((5, 3)))
+        synchronizer.exchange(OWNER, [tf.ones([5, 3])], variables_of((5, 3)))
         stats = synchronizer.stats()
         self.assertEqual(int(stats.sent_bytes), 24 + 4 * 128)
         self.assertEqual(int(stats.dense_bytes), 60)
@@ -624,7 +635,7 @@ class StatsTest(tf.test.TestCase):
             )
             synchronizer = Dense(transport)
             synchronizer.exchange(
-                "owner", [slices, tf.ones([5])], variables_of((9, 4), (5,))
+                OWNER, [slices, tf.ones([5])], variables_of((9, 4), (5,))
             )
             return [int(figure) for figure in synchronizer.stats()[:4]]
 
@@ -637,7 +648,8 @@ class StatsTest(tf.test.TestCase):
     def test_adds_up_over_owners(self) -> None:
         synchronizer = Dense(LocalTransport())
         self.assertAllEqual(synchronizer.stats(), [0, 0, 0, 0, 0])
-        for owner, size in (("a", 3), ("b", 5), ("b", 5)):
+        first, second = Owner(), Owner()
+        for owner, size in ((first, 3), (second, 5), (second, 5)):
             synchronizer.exchange(owner, [tf.ones([size])], variables_of((size,)))
         self.assertAllEqual(synchronizer.stats()[:4], [32, 32, 8, 8])
         self.assertAllEqual(synchronizer.stats(total=True)[:4], [52, 52, 13, 13])
@@ -649,7 +661,7 @@ class StatsTest(tf.test.TestCase):
         @tf.function
         def step(batch: tf.Tensor) -> tf.Tensor:
             gradients = [tf.reduce_sum(batch, axis=0)]
-            return synchronizer.exchange("owner", gradients, variables).gradients[0]
+            return synchronizer.exchange(OWNER, gradients, variables).gradients[0]
 
         for rows in (2, 3, 2, 3):
             step(tf.ones([rows, 4]))
@@ -670,7 +682,7 @@ class AgreementTest(tf.test.TestCase):
                 variables = others if transport.rank == 1 else common
                 gradients = [tf.ones(v.shape, v.dtype) for v in variables]
                 DeepGradientCompression(transport, settings_of()).exchange(
-                    "owner", gradients, variables
+                    OWNER, gradients, variables
                 )
 
             with self.subTest(name):
@@ -688,9 +700,7 @@ class AgreementTest(tf.test.TestCase):
         def work(transport: Loopback) -> np.ndarray:
             name = f"kernel_{transport.rank}"
             variables = [tf.Variable(tf.zeros([8, 16]), name=name)]
-            exchanged = Dense(transport).exchange(
-                "owner", [tf.ones([8, 16])], variables
-            )
+            exchanged = Dense(transport).exchange(OWNER, [tf.ones([8, 16])], variables)
             return exchanged.gradients[0].numpy()
 
         for found in run_workers(2, work):
@@ -701,7 +711,7 @@ class AgreementTest(tf.test.TestCase):
             synchronizer = Dense(transport)
             variables = variables_of((4,))
             for _ in range(3):
-                synchronizer.exchange("owner", [tf.ones([4])], variables)
+                synchronizer.exchange(OWNER, [tf.ones([4])], variables)
             return sum(s.name.startswith("agree") for s in transport.sent)
 
         self.assertEqual(run_workers(2, work), [1, 1])
@@ -744,7 +754,7 @@ class LawTest(parameterized.TestCase, tf.test.TestCase):
             )
             for _ in range(steps):
                 gradients = linear_gradients(weights, x[own], y[own], workers)
-                exchanged = synchronizer.exchange("owner", gradients, weights, momentum)
+                exchanged = synchronizer.exchange(OWNER, gradients, weights, momentum)
                 for weight, gradient in zip(weights, exchanged.gradients, strict=True):
                     weight.assign_sub(0.1 * gradient)
             return [weight.numpy() for weight in weights]
@@ -801,7 +811,7 @@ class LawTest(parameterized.TestCase, tf.test.TestCase):
             own = slice(100 * transport.rank, 100 * transport.rank + 100)
             gradients = linear_gradients(weights, x[own], y[own], 4)
             return values_of(
-                Dense(transport).exchange("owner", gradients, weights).gradients
+                Dense(transport).exchange(OWNER, gradients, weights).gradients
             )
 
         for found in (means, *run_workers(4, work)):

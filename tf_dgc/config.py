@@ -57,16 +57,16 @@ class DGCConfig:
     nonfinite: str = "raise"
 
     def __post_init__(self) -> None:
-        _check_fraction("sparsity", self.sparsity)
-        _check_count("warmup_steps", self.warmup_steps)
-        _check_count("min_elements", self.min_elements)
+        self._set("sparsity", _fraction("sparsity", self.sparsity))
+        for name in ("warmup_steps", "min_elements"):
+            self._set(name, _count(name, getattr(self, name)))
         try:
-            object.__setattr__(self, "warmup_stages", tuple(self.warmup_stages))
+            stages = tuple(self.warmup_stages)
         except TypeError:
             rule = "a sequence of numbers"
             raise TypeError(_message("warmup_stages", rule, self)) from None
-        for stage in self.warmup_stages:
-            _check_fraction("warmup_stages", stage)
+        stages = tuple(_fraction("warmup_stages", stage) for stage in stages)
+        self._set("warmup_stages", stages)
         if list(self.warmup_stages) != sorted(set(self.warmup_stages)):
             raise ValueError(_message("warmup_stages", "strictly ascending", self))
         if self.warmup_steps and not self.warmup_stages:
@@ -74,18 +74,23 @@ class DGCConfig:
                 _message("warmup_stages", "non-empty where `warmup_steps` > 0", self)
             )
         if self.clip_norm is not None:
-            _check_number("clip_norm", self.clip_norm)
+            self._set("clip_norm", _number("clip_norm", self.clip_norm))
             if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
                 raise ValueError(_message("clip_norm", "None or positive", self))
         for name in ("momentum_correction", "momentum_masking"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_message(name, "True or False", self))
-        _check_number("sample_fraction", self.sample_fraction)
+        fraction = _number("sample_fraction", self.sample_fraction)
+        self._set("sample_fraction", fraction)
         if not 0 < self.sample_fraction <= 1:
             raise ValueError(_message("sample_fraction", "in (0, 1]", self))
         for name, allowed in (("value_dtype", VALUE_DTYPES), ("nonfinite", NONFINITE)):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
                 raise ValueError(_message(name, f"one of {allowed}", self))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
@@ -113,22 +118,26 @@ def _message(name: str, rule: str, config: DGCConfig) -> str:
     return f"`{name}` must be {rule}. Received: {name}={getattr(config, name)!r}"
 
 
-def _check_number(name: str, value: object) -> None:
+def _number(name: str, value: object) -> float:
+    """Return a number of any kind, NumPy's included, as Python's."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}")
+    return float(value)
 
 
-def _check_fraction(name: str, value: object) -> None:
-    _check_number(name, value)
-    if not 0 <= value < 1:  # type: ignore[operator]
+def _fraction(name: str, value: object) -> float:
+    number = _number(name, value)
+    if not 0 <= number < 1:
         raise ValueError(
             f"`{name}` must be in [0, 1): the fraction that is not sent. "
             f"Received: {name}={value!r}"
         )
+    return number
 
 
-def _check_count(name: str, value: object) -> None:
+def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}")
     if value < 0:
         raise ValueError(f"`{name}` must be 0 or more. Received: {name}={value!r}")
+    return int(value)

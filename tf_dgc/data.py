@@ -42,34 +42,37 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy in (_Policy.FILE, _Policy.HINT):
         raise ValueError(
-            f"`auto_shard_policy` must be AUTO, DATA or OFF. Received: {policy}. "
+            "`auto_shard_policy` must be AUTO, DATA or OFF. Received: "
+            f"{_Policy(policy).name}. "
             "To read different files on each worker, shard the list of files yourself, "
             "`files.shard(strategy.num_replicas_in_sync, strategy.rank)`, and set OFF."
         )
 
+    spec = dataset.element_spec
+
     def own_rows(*element: Any) -> Any:
-        return _rows(element, rank, size)
+        return _rows(spec, element, rank, size)
 
     def all_rows(*element: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.range(size).map(lambda r: _rows(element, r, size))
+        return tf.data.Dataset.range(size).map(lambda r: _rows(spec, element, r, size))
 
     if policy == _Policy.OFF:
         return dataset.flat_map(all_rows).prefetch(1)
     return dataset.map(own_rows).prefetch(1)
 
 
-def _rows(element: tuple[Any, ...], rank: Any, size: int) -> Any:
-    """Return one worker's rows of a global batch."""
-    structure = element[0] if len(element) == 1 else element
-    flat = [part for part in tf.nest.flatten(structure) if part is not None]
-    count = tf.cast(_row_count(flat[0]), tf.int64)
+def _rows(spec: Any, element: tuple[Any, ...], rank: Any, size: int) -> Any:
+    """Return one worker's rows of a global batch, in the structure of `spec`."""
+    flat = tf.nest.flatten(element)
+    count = tf.cast(
+        next(_row_count(part) for part in flat if part is not None), "int64"
+    )
     start = rank * count // size
     stop = (rank + 1) * count // size
-    if isinstance(structure, tuple) and len(structure) > 1:
+    if isinstance(spec, tuple) and len(spec) > 1:
         stop = tf.maximum(stop, start + 1)
-    return tf.nest.map_structure(
-        lambda part: _slice(part, start, stop, size), structure
-    )
+    rows = [_slice(part, start, stop, size) for part in flat]
+    return tf.nest.pack_sequence_as(spec, rows)
 
 
 def _row_count(part: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import sparsify
+from tf_dgc import packing, sparsify
 from tf_dgc.config import DGCConfig
 from tf_dgc.layout import Layout
 
@@ -46,6 +46,19 @@ class Selection(NamedTuple):
     values: tf.Tensor  # shape [C], the message's value type
 
 
+def first_nonfinite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return 0, or the index + 1 of the first gradient that is not finite, int32."""
+    bad = [tf.reduce_any(~tf.math.is_finite(_values(g))) for g in gradients]
+    if not bad:
+        return tf.zeros([], tf.int32)
+    first = tf.argmax(tf.cast(tf.stack(bad), tf.int32), output_type=tf.int32) + 1
+    return tf.where(tf.reduce_any(bad), first, 0)
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
 def clip(gradients: Sequence[Any], clip_norm: float, workers: int) -> list[Any]:
     """Clip local gradients over the norm of all of them together.
 
@@ -60,7 +73,22 @@ def clip(gradients: Sequence[Any], clip_norm: float, workers: int) -> list[Any]:
     Returns:
         The gradients, scaled where their norm exceeds `clip_norm * N**-0.5`.
     """
-    return tf.clip_by_global_norm(list(gradients), clip_norm * workers**-0.5)[0]
+    if not gradients:
+        return []
+    # In float64, where the squares of float32 do not overflow.
+    norm = tf.linalg.global_norm([tf.cast(_values(g), tf.float64) for g in gradients])
+    limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
+    scale = limit / tf.maximum(norm, limit)
+    return [
+        tf.nest.map_structure(
+            lambda part: (
+                part * tf.cast(scale, part.dtype) if part.dtype.is_floating else part
+            ),
+            gradient,
+            expand_composites=True,
+        )
+        for gradient in gradients
+    ]
 
 
 def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> State:
@@ -103,13 +131,37 @@ def select(
     threshold = sparsify.thresholds(
         state.residual, layout, sparsity, config.sample_fraction, step
     )
-    positions = sparsify.select(state.residual, layout, threshold, slots)
+    positions = sparsify.select(state.residual, layout, threshold, slots, step)
     values = tf.gather(state.residual, positions)
     value_dtype = tf.as_dtype(config.value_dtype)
     if value_dtype != tf.float32:
         limit = float(value_dtype.max)
         values = tf.cast(tf.clip_by_value(values, -limit, limit), value_dtype)
     return Selection(positions, values)
+
+
+def message_format(
+    layout: Layout, sparsity: float, config: DGCConfig, workers: int
+) -> packing.Format:
+    """Choose the form of a message.
+
+    Where a worker would receive more than in a ring all-reduce of float32, 8 bytes per
+    element, the message is a mere header and the arena is reduced densely.
+
+    Args:
+        layout: of the arena.
+        sparsity: of the stage.
+        config: `value_dtype` counts.
+        workers: N.
+
+    Returns:
+        A format of no slots where dense is cheaper.
+    """
+    slots = sum(sparsify.slots_per_segment(layout, sparsity))
+    form = packing.make_format(slots, layout.size, config.value_dtype)
+    if sparsity == 0 or workers * form.bytes >= 8 * layout.elements:
+        return packing.make_format(0, layout.size, config.value_dtype)
+    return form
 
 
 def keep(state: State, selection: Selection, masking: bool) -> State:

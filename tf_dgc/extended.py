@@ -181,19 +181,16 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         dense = [part for part in flat if isinstance(part, tf.Tensor)]
         reduced = iter(self._transport.all_reduce(dense, "reduce"))
         summed = [
-            next(reduced) if isinstance(part, tf.Tensor) else self._sum_slices(part)
-            for part in flat
+            next(reduced)
+            if isinstance(part, tf.Tensor)
+            else self._transport.sum_slices(part, f"reduce.slices{i}")
+            for i, part in enumerate(flat)
         ]
         if reduce_op == _ReduceOp.MEAN:
             summed = [
                 part / tf.cast(self._transport.size, part.dtype) for part in summed
             ]
         return tf.nest.pack_sequence_as(values, summed)
-
-    def _sum_slices(self, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-        values = self._transport.all_gather_ragged(slices.values, "reduce.values")
-        indices = self._transport.all_gather_ragged(slices.indices, "reduce.indices")
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any

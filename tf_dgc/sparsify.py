@@ -52,6 +52,9 @@ def thresholds(
     for segment, slots in zip(
         layout.segments, slots_per_segment(layout, sparsity), strict=True
     ):
+        if slots >= segment.size:
+            found.append(tf.constant(SMALLEST))
+            continue
         values = arena[segment.offset : segment.offset + segment.size]
         stride = _stride(segment, slots, sample_fraction)
         count = slots
@@ -76,18 +79,20 @@ def _stride(segment: Segment, slots: int, sample_fraction: float) -> int:
 
 
 def select(
-    arena: tf.Tensor, layout: Layout, threshold: tf.Tensor, slots: int
+    arena: tf.Tensor, layout: Layout, threshold: tf.Tensor, slots: int, step: tf.Tensor
 ) -> tf.Tensor:
     """Select the elements that reach their own tensor's threshold.
 
     Where more do than there are slots, those that exceed it the most, relative to
-    it, are kept. No element is preferred for its position.
+    it, are kept; among equals those that follow a place which moves with every step.
+    No element is preferred for its position.
 
     Args:
         arena: shape [P], float32.
         layout: T segments.
         threshold: shape [T], float32, positive.
         slots: K, the most elements to select.
+        step: shape [], int64.
 
     Returns:
         Positions in the arena, ascending: shape [C'], int64, C' <= K.
@@ -97,11 +102,11 @@ def select(
     candidates = tf.where(tf.reshape(passes, [-1]))[:, 0]
 
     def strongest() -> tf.Tensor:
-        excess = tf.abs(tf.gather(arena, candidates)) / tf.gather(
-            of_block, candidates // BLOCK
-        )
+        # top_k takes the first of equals.
+        moved = tf.roll(candidates, -step * 7919 % tf.size(candidates, tf.int64), 0)
+        excess = tf.abs(tf.gather(arena, moved)) / tf.gather(of_block, moved // BLOCK)
         kept = tf.math.top_k(excess, slots, sorted=False, index_type=tf.int64).indices
-        return tf.sort(tf.gather(candidates, kept))
+        return tf.sort(tf.gather(moved, kept))
 
     positions = tf.cond(
         tf.size(candidates, tf.int64) > slots, strongest, lambda: candidates

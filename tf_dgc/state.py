@@ -41,11 +41,12 @@ class ArenaState:
         velocity = None if self.velocity is None else self.velocity.read_value()
         return dgc.State(velocity, self.residual.read_value())
 
-    def write(self, state: dgc.State) -> None:
-        """Assign u and v."""
+    def advance(self, state: dgc.State) -> None:
+        """Assign u and v, and count a step."""
         if self.velocity is not None:
             self.velocity.assign(state.velocity)
         self.residual.assign(state.residual)
+        self.step.assign_add(1)
 
 
 class StepStats(NamedTuple):

@@ -7,15 +7,14 @@ the synchronizer exchanges, and the update runs on the result.
 """
 
 import atexit
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, dgc
+from tf_dgc import _host, optimizers
 from tf_dgc.config import DGCConfig
 from tf_dgc.extended import OneReplicaExtended
 from tf_dgc.state import StepStats
@@ -156,7 +155,7 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         model = getattr(fn, "__self__", None)
         if isinstance(model, keras.Model):
-            self._check_model(model)
+            optimizers.check_model(model, self)
         outputs = super().run(fn, args, kwargs, options)
         if (
             getattr(fn, "__name__", "") == "one_step_on_data"
@@ -179,13 +178,19 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         The variables whose momentum the exchange has taken over are updated with the
         optimizer's own momentum suspended.
         """
-        self._warn_about(optimizer)
+        corrects = self._config is not None and self._config.momentum_correction
+        for warning in optimizers.warnings_about(
+            optimizer, self._transport.size, corrects
+        ):
+            if warning not in self._warned:
+                self._warned.add(warning)
+                _logger.warning(warning)
         used = [(g, v) for g, v in pairs if g is not None]
         exchanged = self._synchronizer.exchange(
-            id(optimizer),
+            optimizer,
             [g for g, _ in used],
             [v for _, v in used],
-            _momentum_of(optimizer),
+            optimizers.momentum_of(optimizer),
         )
         summed = [
             ((g, v), compressed)
@@ -200,7 +205,7 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             if with_momentum:
                 update(with_momentum)
             if without:
-                with _suspended_momentum(optimizer):
+                with optimizers.suspended_momentum(optimizer):
                     update(without)
 
         if exchanged.apply is None:
@@ -217,46 +222,6 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             seed = keras.random.randint([], 0, 2**31 - 1, "int32", seed=None)
             (seed,) = self._transport.broadcast([tf.convert_to_tensor(seed)], "seed")
             tf.random.set_seed(int(seed))
-
-    def _check_model(self, model: keras.Model) -> None:
-        if model.jit_compile is True and self._transport.size > 1:
-            raise ValueError(
-                "`jit_compile` must not be True with several workers: XLA cannot "
-                "compile their exchange. Received: jit_compile=True, "
-                f"{self._transport.size} workers. Use "
-                "`model.compile(..., jit_compile=False)`."
-            )
-        for optimizer in _host.inner_optimizers(getattr(model, "optimizer", None)):
-            if optimizer is not None and _host.strategy_of(optimizer) is not self:
-                raise ValueError(
-                    f"The optimizer {optimizer.name!r} was made outside the scope of "
-                    "this strategy and would train each worker by itself. Build and "
-                    "compile the model inside `with strategy.scope():`."
-                )
-
-    def _warn_about(self, optimizer: keras.optimizers.Optimizer) -> None:
-        clips = [
-            f"{name}={getattr(optimizer, name)}"
-            for name in ("clipnorm", "global_clipnorm", "clipvalue")
-            if getattr(optimizer, name, None) is not None
-        ]
-        if clips and self._transport.size > 1:
-            self._warn_once(
-                f"{optimizer.name}: Keras clips each worker's own gradient "
-                f"({', '.join(clips)}), before the exchange and after division by the "
-                "number of workers; DGCConfig(clip_norm=...) clips as the paper does"
-            )
-        corrects = self._config is not None and self._config.momentum_correction
-        if corrects and not _is_plain_sgd(optimizer):
-            self._warn_once(
-                f"{optimizer.name}: its gradients are accumulated without momentum "
-                "correction, which only keras.optimizers.SGD allows"
-            )
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            _logger.warning(message)
 
 
 class DenseStrategy(_Strategy):
@@ -322,26 +287,6 @@ class DGCStrategy(_Strategy):
         super().__init__(
             transport, config, lambda found: DeepGradientCompression(found, config)
         )
-
-
-def _is_plain_sgd(optimizer: keras.optimizers.Optimizer) -> bool:
-    return type(optimizer).update_step is keras.optimizers.SGD.update_step
-
-
-def _momentum_of(optimizer: keras.optimizers.Optimizer) -> dgc.Momentum | None:
-    if _is_plain_sgd(optimizer) and optimizer.momentum:
-        return dgc.Momentum(float(optimizer.momentum), bool(optimizer.nesterov))
-    return None
-
-
-@contextlib.contextmanager
-def _suspended_momentum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Trace an update of SGD without its momentum; its settings stay the user's."""
-    momentum, optimizer.momentum = optimizer.momentum, 0.0
-    try:
-        yield
-    finally:
-        optimizer.momentum = momentum
 
 
 def _warn_if_unused(extended: OneReplicaExtended) -> None:

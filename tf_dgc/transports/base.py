@@ -102,6 +102,22 @@ class Transport(abc.ABC):
         present = tf.range(longest) < lengths[:, tf.newaxis]
         return restore(tf.boolean_mask(gathered, present))
 
+    def sum_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        """Sum IndexedSlices over the workers.
+
+        Args:
+            slices: values [C, ...] and indices [C]; C may differ between workers.
+            name: as for `all_reduce`.
+
+        Returns:
+            IndexedSlices without repeated indices, the same on every worker.
+        """
+        values = self.all_gather_ragged(slices.values, f"{name}.values")
+        indices = self.all_gather_ragged(slices.indices, f"{name}.indices")
+        unique, position = tf.unique(indices)
+        values = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
+        return tf.IndexedSlices(values, unique, slices.dense_shape)
+
     def broadcast(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Return rank 0's tensors, bit for bit, on every worker.
 

@@ -13,7 +13,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+_ADDRESS = re.compile(
+    rf"({_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\]):([0-9]{{1,5}})"
+)
 _POLL_SECONDS = 0.05
 _REQUEST_SECONDS = 10.0
 
@@ -42,6 +45,7 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
         cluster = config.get("cluster") or {}
         task = config.get("task") or {}
         jobs = {job: list(members) for job, members in cluster.items()}
+        place = (task.get("type"), task.get("index"))
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(
             f"TF_CONFIG must be a JSON object with `cluster` and `task`: {error}. "
@@ -63,7 +67,6 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
         check_address(address)
     if len(set(addresses)) != len(addresses):
         raise ValueError(f"TF_CONFIG names an address twice. Received: {addresses}")
-    place = (task.get("type"), task.get("index"))
     if place not in order:
         raise ValueError(
             "`task` in TF_CONFIG must have the `type` and `index` of a member of "
@@ -130,17 +133,16 @@ def unreachable(addresses: Sequence[str], rank: int) -> list[int]:
 
 
 def _listen(port: int, address: str, workers: int) -> socket.socket:
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        server.bind(("", port))
+        return socket.create_server(
+            ("", port), family=family, backlog=workers + 8, dualstack_ipv6=both
+        )
     except OSError as error:
-        server.close()
         raise OSError(
             error.errno, f"This worker's port is taken: {address} ({error.strerror})"
         ) from error
-    server.listen(workers + 8)
-    return server
 
 
 def exchange_addresses(

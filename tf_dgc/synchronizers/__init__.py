@@ -1,0 +1,7 @@
+"""What is done with gradients between their computation and their use."""
+
+from tf_dgc.synchronizers.base import Exchanged, Synchronizer
+from tf_dgc.synchronizers.compressed import DeepGradientCompression
+from tf_dgc.synchronizers.dense import Dense
+
+__all__ = ["DeepGradientCompression", "Dense", "Exchanged", "Synchronizer"]
