@@ -83,6 +83,24 @@ def results(completed: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]
     return [found[rank] for rank in sorted(found)]
 
 
+def results_of(*command: str, **options: Any) -> list[dict[str, Any]] | Exception:
+    """Return `results` of `run`, or what went wrong.
+
+    For setUpClass, which pytest would call again before every test if it failed.
+    """
+    try:
+        return results(run(*command, **options))
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        return error
+
+
+def checked(found: list[dict[str, Any]] | Exception) -> list[dict[str, Any]]:
+    """Return what `results_of` found, or raise what went wrong."""
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def by_rank(output: str) -> dict[int, dict[str, Any]]:
     """Return the last JSON object that each worker printed."""
     last: dict[int, str] = {}

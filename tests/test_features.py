@@ -29,7 +29,7 @@ class Features(parameterized.TestCase, tf.test.TestCase):
     transport: ClassVar[str] = "collective"
     workers: ClassVar[int] = 2
     alone: ClassVar[dict[str, Any]]
-    found: ClassVar[list[dict[str, Any]]]
+    found: ClassVar[list[dict[str, Any]] | Exception]
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -38,24 +38,23 @@ class Features(parameterized.TestCase, tf.test.TestCase):
             raise cls.skipTest(cls(), launch.horovod_missing())
         script = str(launch.ROOT / "tests" / "features.py")
         options = ["--strategy", cls.strategy, "--transport", cls.transport]
-        cls.found = launch.results(
-            launch.run(
-                script,
-                *options,
-                workers=cls.workers,
-                launcher=cls.transport,
-                timeout=900,
-            )
+        cls.found = launch.results_of(
+            script,
+            *options,
+            workers=cls.workers,
+            launcher=cls.transport,
+            timeout=900,
         )
         cls.alone = baseline(script)
 
     def outcomes(self, name: str) -> list[dict[str, Any]]:
-        self.assertEqual([r["rank"] for r in self.found], list(range(self.workers)))
-        self.assertEqual({r["transport"] for r in self.found}, {self.transport})
-        for rank, result in enumerate(self.found):
+        found = launch.checked(self.found)
+        self.assertEqual([r["rank"] for r in found], list(range(self.workers)))
+        self.assertEqual({r["transport"] for r in found}, {self.transport})
+        for rank, result in enumerate(found):
             if "error" in result[name]:
                 self.fail(f"rank {rank}: {result[name]['error']}")
-        return [result[name] for result in self.found]
+        return [result[name] for result in found]
 
     def assert_like_one_worker(self, name: str) -> None:
         tolerance = TOLERANCE.get(name, 1e-5)

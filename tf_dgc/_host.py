@@ -41,6 +41,8 @@ def probe() -> None:
         (context.context(), "_initialized"),
         (context.context(), "abort_collective_ops"),
         (context.context(), "configure_coordination_service"),
+        (context.context(), "get_config_key_value"),
+        (context.context(), "set_config_key_value"),
         (context, "coordination_config_pb2"),
         (context, "global_seed"),
         (device_util, "resolve"),
@@ -92,6 +94,25 @@ def configure_coordination(workers: int, timeout: float) -> None:
         cluster_register_timeout_in_ms=int(timeout * 1000),
         coordinated_jobs=[job],
     )
+
+
+def publish(key: str) -> None:
+    """Set a key in TensorFlow's coordination service, for all workers to see.
+
+    tensorflow/python/eager/context.py: Context.set_config_key_value.
+    """
+    context.context().set_config_key_value(key, "1")
+
+
+def wait_for_key(key: str, timeout: float) -> None:
+    """Wait until some worker has published a key.
+
+    tensorflow/python/eager/context.py: Context.get_config_key_value.
+
+    Raises:
+        tf.errors.OpError: nobody has within `timeout` seconds, or the service is gone.
+    """
+    context.context().get_config_key_value(key, max(1, int(timeout * 1000)))
 
 
 def global_seed() -> int | None:

@@ -4,7 +4,11 @@
 service and the collective runtime. Its gradient path is not used.
 """
 
+import atexit
+import contextlib
 import os
+import sys
+import time
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -16,6 +20,8 @@ from tf_dgc.transports.watchdog import Watchdog, complaint
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
+# A result is there before all others have fetched theirs from this worker.
+_LEAVE_SECONDS = 10.0
 _REDUCED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
@@ -81,6 +87,7 @@ class CollectiveTransport(base.Transport):
         self._turnstile = Turnstile()
         self._addresses = list(addresses)
         Watchdog(self._turnstile.calls, self.timeout, self._abort)
+        atexit.register(self._leave)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
@@ -91,17 +98,35 @@ class CollectiveTransport(base.Transport):
         """Gather a tensor from each worker."""
         with tf.device(self.device):
             flat = tf.reshape(tensor, [-1])
+            if maybe_empty := not tensor.shape.num_elements():
+                # TensorFlow 2.21 dies in CollectiveGatherV2 of nothing.
+                flat = tf.pad(flat, [[0, 1]])
             with self._turnstile.entered(flat) as leave:
                 gathered = leave(
                     tf.raw_ops.CollectiveGatherV2(
                         input=flat, **self._arguments(flat, 0)
                     )
                 )
+            rows = tf.reshape(gathered, [self.size, -1])
             result = tf.reshape(
-                gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
+                rows[:, :-1] if maybe_empty else rows,
+                tf.concat([[self.size], tf.shape(tensor)], axis=0),
             )
         result.set_shape([self.size, *tensor.shape])
         return result
+
+    def _leave(self) -> None:
+        """Stay a while for those who still fetch something, unless this one failed."""
+        if hasattr(sys, "last_value"):
+            return
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        with contextlib.suppress(tf.errors.OpError):
+            _host.publish(f"tf_dgc/done/{self.rank}")
+            # Rank 0 has the service, and leaves after those who look into it.
+            what = "done" if self.rank else "seen"
+            for peer in range(1 - bool(self.rank), self.size):
+                _host.wait_for_key(f"tf_dgc/{what}/{peer}", deadline - time.monotonic())
+            _host.publish(f"tf_dgc/seen/{self.rank}")
 
     def _abort(self) -> None:
         message = complaint(self.rank, self.timeout)

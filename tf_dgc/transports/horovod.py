@@ -58,6 +58,8 @@ class HorovodTransport(base.Transport):
         self.timeout = base.default_timeout() if timeout is None else timeout
         self.rank, self.size = initialize(self.timeout)
         self.device = base.default_device()
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
         self._turnstile = Turnstile()
         Watchdog(self._turnstile.calls, self.timeout, self._abort)
 
@@ -72,6 +74,7 @@ class HorovodTransport(base.Transport):
         import horovod.tensorflow as hvd
 
         def reduce(vector: tf.Tensor) -> tf.Tensor:
+            vector = self._flat(vector)
             unique = f"tf_dgc.{name}.{vector.dtype.name}"
             with self._turnstile.entered(vector) as leave:
                 return leave(hvd.allreduce(vector, op=hvd.Sum, name=unique))
@@ -83,11 +86,25 @@ class HorovodTransport(base.Transport):
         """Gather a tensor from each worker."""
         import horovod.tensorflow as hvd
 
-        with tf.device(self.device), self._turnstile.entered(tensor) as leave:
-            gathered = leave(
-                hvd.allgather(
-                    tensor[tf.newaxis], name=f"tf_dgc.{name}", ignore_name_scope=True
+        with tf.device(self.device):
+            vector = self._flat(tensor)
+            with self._turnstile.entered(vector) as leave:
+                gathered = leave(
+                    hvd.allgather(vector, name=f"tf_dgc.{name}", ignore_name_scope=True)
                 )
+            result = tf.reshape(
+                gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
             )
-        gathered.set_shape([self.size, *tensor.shape])
-        return gathered
+        result.set_shape([self.size, *tensor.shape])
+        return result
+
+    def _flat(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tensor as a vector that no graph optimization takes for constant.
+
+        Horovod's operations count as stateless: one of a constant would be run once,
+        while the graph is optimized, and never again, whatever other workers do.
+        """
+        # The whole of it, and not copied; but only the variable knows.
+        vector = tf.slice(tf.reshape(tensor, [-1]), self._start.read_value(), [-1])
+        vector.set_shape([tensor.shape.num_elements()])
+        return vector
