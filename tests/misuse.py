@@ -5,6 +5,7 @@
 The last line of stdout is a JSON object: the error's type and text, if there was one.
 """
 
+import atexit
 import json
 import os
 import signal
@@ -99,6 +100,37 @@ def built_outside_the_scope_without_momentum() -> None:
     with strategy.scope():
         model.compile(keras.optimizers.SGD(0.1), "mse")
     fit(model)
+
+
+def _step_without_run(distribute: bool) -> None:
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+        optimizer = keras.optimizers.Adam(weight_decay=0.1)
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    if distribute:
+        data = strategy.experimental_distribute_dataset(data)
+    for x, y in data:
+        step(x, y)
+
+
+@case
+def step_without_run() -> None:
+    _step_without_run(False)
+
+
+@case
+def step_without_run_on_distributed_data() -> None:
+    _step_without_run(True)
 
 
 @case
@@ -197,6 +229,15 @@ def tensorflow_started_auto() -> dict[str, Any]:
     strategy = tf_dgc.DenseStrategy()
     (total,) = strategy.transport.all_reduce([tf.constant(2.0)], "total")
     return {"transport": strategy.transport.name, "total": float(total)}
+
+
+@case
+def one_is_done_before_the_other() -> dict[str, Any]:
+    # What is registered first runs last, after the transport has said good-bye.
+    atexit.register(lambda: print("has left", flush=True))
+    strategy = tf_dgc.DenseStrategy()
+    time.sleep(4 * strategy.rank)
+    return {"rank": strategy.rank}
 
 
 def _train_until(event: Callable[[int], None], transport: str) -> None:

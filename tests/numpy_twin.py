@@ -146,5 +146,6 @@ class Cluster:
         v = accumulate(v, gain)
         chosen = select(v, 0.0 if everything else threshold(v, sparsity))
         worker.v[j] = keep(v, chosen)
-        worker.u[j] = mask(u, chosen, self.config.momentum_masking)
+        masking = self.config.momentum_masking and (not everything or sparsity == 0)
+        worker.u[j] = mask(u, chosen, masking)
         return send(v, chosen)

@@ -63,6 +63,12 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
                 "was made outside the scope",
             ),
             ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
+            ("step_without_run", "RuntimeError", "Call the training step by `strategy"),
+            (
+                "step_without_run_on_distributed_data",
+                "RuntimeError",
+                "Call the training step by `strategy.run",
+            ),
             ("reduced_and_never_applied", "RuntimeError", "did not apply them"),
             ("changed_after_reduction", "RuntimeError", "changed gradients between"),
             (
@@ -122,6 +128,13 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(result["error"], "TimeoutError")
         self.assertIn(f"Worker 1 (127.0.0.1:{ports[1]}) did not come", result["text"])
         self.assertLess(result["seconds"], 30)
+
+    def test_a_worker_that_is_done_stays_for_those_who_are_not(self) -> None:
+        # They may still be fetching from it what it has sent them.
+        found, output, status = outcomes("one_is_done_before_the_other")
+        self.assertEqual(status, 0, output)
+        self.assertLen(found, 2)
+        self.assertLess(output.index('"rank": 1'), output.index("has left"), output)
 
     @parameterized.parameters("collective", "horovod", "hybrid")
     def test_when_a_worker_is_killed_the_others_end(self, transport: str) -> None:

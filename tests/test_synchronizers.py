@@ -321,6 +321,33 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(found[1], found[0])
         self.assertAllEqual(found[2], found[0])
 
+    def test_variables_of_the_same_names_have_separate_state(self) -> None:
+        # Keras 3 calls the kernels of all layers "kernel".
+        synchronizer = DeepGradientCompression(LocalTransport(), settings_of())
+        first, second = variables_of((8, 16)), variables_of((8, 16))
+        for step in range(3):
+            gradient = normal((8, 16), step)
+            synchronizer.exchange(OWNER, [gradient], first, MOMENTUM)
+            (still,) = synchronizer.exchange(
+                OWNER, [tf.zeros([8, 16])], second, MOMENTUM
+            ).gradients
+            self.assertAllEqual(still, tf.zeros([8, 16]))
+
+    def test_a_message_of_another_step_stops_all(self) -> None:
+        variables = variables_of((8, 16))
+
+        def work(transport: Loopback) -> None:
+            synchronizer = DeepGradientCompression(transport, settings_of())
+            gradient = normal((8, 16), transport.rank)
+            synchronizer.exchange(OWNER, [gradient], variables)
+            (arena,) = synchronizer.arenas.values()
+            arena.state.step.assign_add(5 * transport.rank)
+            synchronizer.exchange(OWNER, [gradient], variables)
+
+        for error in outcomes(2, work):
+            self.assertIsInstance(error, tf.errors.InvalidArgumentError)
+            self.assertIn("not in the same step of the same training", str(error))
+
     def test_no_two_collectives_of_a_step_have_the_same_name(self) -> None:
         variables = variables_of((8, 16), (9, 2), (9, 2), (4,))
 
@@ -456,10 +483,10 @@ class MessageFormatTest(tf.test.TestCase):
                 transport, settings_of(sparsity=0.25, momentum_masking=False)
             )
             gradient = normal((8, 16), transport.rank)
-            found = []
+            found, variables = [], variables_of((8, 16))
             for _ in range(2):
                 exchanged = synchronizer.exchange(
-                    OWNER, [gradient], variables_of((8, 16)), MOMENTUM
+                    OWNER, [gradient], variables, MOMENTUM
                 )
                 found.append(exchanged.gradients[0].numpy())
             names = [(s.name, s.bytes) for s in transport.sent][-2:]
@@ -648,11 +675,20 @@ class StatsTest(tf.test.TestCase):
     def test_adds_up_over_owners(self) -> None:
         synchronizer = Dense(LocalTransport())
         self.assertAllEqual(synchronizer.stats(), [0, 0, 0, 0, 0])
-        first, second = Owner(), Owner()
-        for owner, size in ((first, 3), (second, 5), (second, 5)):
-            synchronizer.exchange(owner, [tf.ones([size])], variables_of((size,)))
-        self.assertAllEqual(synchronizer.stats()[:4], [32, 32, 8, 8])
-        self.assertAllEqual(synchronizer.stats(total=True)[:4], [52, 52, 13, 13])
+        owners = {size: (Owner(), variables_of((size,))) for size in (3, 5)}
+
+        def train(size: int) -> None:
+            owner, variables = owners[size]
+            synchronizer.exchange(owner, [tf.ones([size])], variables)
+
+        for _ in range(3):
+            train(3)
+            train(5)
+            self.assertAllEqual(synchronizer.stats()[:4], [32, 32, 8, 8])
+        for _ in range(2):
+            train(5)  # the first is not trained any more
+            self.assertAllEqual(synchronizer.stats()[:4], [20, 20, 5, 5])
+        self.assertAllEqual(synchronizer.stats(total=True)[:4], [136, 136, 34, 34])
 
     def test_nothing_is_counted_twice_by_retracing(self) -> None:
         synchronizer = Dense(LocalTransport())

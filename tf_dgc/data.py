@@ -91,7 +91,10 @@ def _slice(part: Any, start: tf.Tensor, stop: tf.Tensor, size: int) -> Any:
         begin = tf.concat([[start], tf.zeros_like(rest)], axis=0)
         return tf.sparse.slice(part, begin, tf.concat([[stop - start], rest], axis=0))
     rows = part[start:stop]
+    if not isinstance(rows, tf.Tensor) or rows.shape.rank is None:
+        return rows
     whole = part.shape[0]
-    if isinstance(rows, tf.Tensor) and whole is not None and whole % size == 0:
-        rows.set_shape([max(whole // size, 1), *part.shape[1:]])
-    return rows
+    even = whole is not None and whole > 0 and whole % size == 0
+    # Some layers refuse a batch that is known to be empty, not one that is empty.
+    length = whole // size if even else None
+    return tf.compat.v1.placeholder_with_default(rows, [length, *part.shape[1:]])

@@ -22,6 +22,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     Attributes:
         used: whether a variable was made in the strategy's scope.
+        exchanged: whether the gradients that are applied now are those of all workers.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self._default_device = None
         self.experimental_enable_get_next_as_optional = False
         self.used = False
+        self.exchanged = False
 
     # Variables.
 
@@ -100,6 +102,14 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
         self._refuse_foreign(var)
+        # Optimizers also update what they keep, and decay weights without arguments.
+        applies = var.trainable and args and _host.calling_optimizer() is not None
+        if applies and not self.exchanged and self._transport.size > 1:
+            raise RuntimeError(
+                f"An optimizer applies this worker's own gradient to {var.name!r}. "
+                "Call the training step by `strategy.run(step, args)`, which exchanges "
+                "the gradients of all workers."
+            )
         with tf.device(self._device), _host.update_context():
             result = fn(
                 var, *_host.local_component(args), **_host.local_component(kwargs)

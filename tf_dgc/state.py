@@ -63,17 +63,39 @@ class StepStats(NamedTuple):
     residual_norm: tf.Tensor  # shape [], float32; Euclidean norm of what is kept
 
 
+class Clock:
+    """Counts steps: one ends where an optimizer comes for the second time.
+
+    Attributes:
+        step: shape [], int64.
+    """
+
+    def __init__(self) -> None:
+        """Create the variable, zero, outside of any graph."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.step = _variable(tf.zeros([], tf.int64), "dgc_clock")
+
+
 class Counters:
     """Counts what a worker sends, by optimizer, in the order of StepStats."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         """Create the variables, all zero, outside of any graph."""
+        self._clock = clock
         with tf.init_scope(), tf.device("CPU:0"):
-            self.last = _variable(tf.zeros([4], tf.int64), "dgc_last")
+            self._step = _variable(tf.constant(-1, tf.int64), "dgc_counted_step")
+            self._last = _variable(tf.zeros([4], tf.int64), "dgc_last")
             self.total = _variable(tf.zeros([4], tf.int64), "dgc_total")
+
+    @property
+    def last(self) -> tf.Tensor:
+        """Figures of the last step of the clock, zero where it had none here."""
+        return self._last * tf.cast(self._step == self._clock.step, tf.int64)
 
     def record(self, figures: tf.Tensor) -> None:
         """Take in one step's figures, shape [4], int64."""
         with tf.device("CPU:0"):
-            self.last.assign(figures)
+            again = tf.cast(self._step == self._clock.step, tf.int64)
+            self._step.assign(self._clock.step.assign_add(again))
+            self._last.assign(figures)
             self.total.assign_add(figures)

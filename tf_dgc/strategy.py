@@ -202,11 +202,15 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         without = [pair for pair, compressed in summed if compressed]
 
         def apply() -> None:
-            if with_momentum:
-                update(with_momentum)
-            if without:
-                with optimizers.suspended_momentum(optimizer):
-                    update(without)
+            self.extended.exchanged = True
+            try:
+                if with_momentum:
+                    update(with_momentum)
+                if without:
+                    with optimizers.suspended_momentum(optimizer):
+                        update(without)
+            finally:
+                self.extended.exchanged = False
 
         if exchanged.apply is None:
             apply()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import dgc
-from tf_dgc.state import Counters, StepStats
+from tf_dgc.state import Clock, Counters, StepStats
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
@@ -32,6 +32,7 @@ class Account:
     """What a synchronizer keeps for an owner's variables, and as long as the owner."""
 
     number: int  # in the order of first exchanges; the same on every worker
+    variables: Sequence[Any]  # held, so that their identities stay theirs
     counters: Counters
 
     @property
@@ -50,10 +51,11 @@ class Synchronizer(abc.ABC):
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._owners: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Account]] = (
+        self._owners: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Account]] = (
             weakref.WeakKeyDictionary()
         )
         self._opened = 0
+        self._clock = Clock()
 
     def exchange(
         self,
@@ -68,7 +70,7 @@ class Synchronizer(abc.ABC):
             owner: the optimizer, or what else these gradients belong to.
             gradients: tensors or IndexedSlices of static shape, none of them None.
             variables: what they belong to, of the same length: objects with a name,
-                a shape and a dtype.
+                a shape and a dtype, the same objects at every step.
             momentum: what the caller leaves to the exchange.
 
         Returns:
@@ -78,7 +80,7 @@ class Synchronizer(abc.ABC):
             ValueError: the workers' variables differ.
         """
         accounts = self._owners.setdefault(owner, {})
-        key = tuple(v.name for v in variables)
+        key = tuple(id(v) for v in variables)  # names repeat themselves in Keras 3
         if key not in accounts:
             with tf.init_scope():
                 accounts[key] = self._open(variables)
@@ -97,7 +99,7 @@ class Synchronizer(abc.ABC):
             for i, v in enumerate(variables)
         }
         handshake.agree(self.transport, "trained variables", listed)
-        account = Account(self._opened, Counters())
+        account = Account(self._opened, list(variables), Counters(self._clock))
         self._opened += 1
         return account
 

@@ -147,7 +147,8 @@ class DeepGradientCompression(Synchronizer):
         )
         messages = self.transport.all_gather(message, f"{name}.message")
         received = [packing.unpack(form, messages[rank]) for rank in range(workers)]
-        flags = tf.stack([header.nonfinite for header, _, _ in received])
+        with tf.control_dependencies([_refuse_strangers([h for h, _, _ in received])]):
+            flags = tf.stack([header.nonfinite for header, _, _ in received])
         if form.slots or not layout.size:
             summed = sparsify.scatter_sum(
                 [positions for _, positions, _ in received],
@@ -158,10 +159,26 @@ class DeepGradientCompression(Synchronizer):
             elements, size = tf.size(selection.positions, tf.int64), form.bytes
         else:
             (summed,) = self.transport.all_reduce([state.residual], f"{name}.arena")
-            after = dgc.keep_nothing(state, config.momentum_masking)
+            # A stage that only runs dense because that is cheaper keeps its momentum.
+            masking = config.momentum_masking and stage.sparsity == 0
+            after = dgc.keep_nothing(state, masking)
             elements = tf.constant(layout.elements, tf.int64)
             size = form.bytes + 4 * layout.size
         return flags, summed, after, tf.constant(size, tf.int64), elements
+
+
+def _refuse_strangers(headers: list[packing.Header]) -> Any:
+    """Raise InvalidArgumentError where messages do not belong to the same step."""
+    marks = tf.stack([[h.format, h.checksum, h.step] for h in headers])
+    return tf.debugging.Assert(
+        tf.reduce_all(marks == marks[0]),
+        [
+            "The workers are not in the same step of the same training. Message "
+            "format, checksum of the layout and step, by rank:",
+            marks,
+        ],
+        summarize=-1,
+    )
 
 
 def _refuse(flags: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:

@@ -1,0 +1,210 @@
+"""Strategies of one worker, and what is asked of optimizers, models and GPUs."""
+
+import contextlib
+import sys
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_dgc
+from tf_dgc import optimizers
+from tf_dgc.dgc import Momentum
+from tf_dgc.transports import base, horovod
+from tf_dgc.transports.local import LocalTransport
+
+
+class StrategyTest(tf.test.TestCase):
+    def test_the_config_is_a_config(self) -> None:
+        with self.assertRaisesRegex(TypeError, "`config` must be a DGCConfig. Rec"):
+            tf_dgc.DGCStrategy({"sparsity": 0.9})
+
+    def test_knows_who_it_is(self) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.5)
+        strategy = tf_dgc.DGCStrategy(config, transport="local")
+        self.assertIsInstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self.assertEqual((strategy.rank, strategy.num_replicas_in_sync), (0, 1))
+        self.assertTrue(strategy.is_chief)
+        self.assertIs(strategy.config, config)
+        self.assertEqual(strategy.transport.name, "local")
+        self.assertIsNone(tf_dgc.DenseStrategy(transport="local").config)
+        self.assertIsNone(strategy.cluster_resolver)
+
+    def test_takes_a_transport_of_ones_own(self) -> None:
+        class Own(LocalTransport):
+            name = "own"
+
+        transport = Own()
+        self.assertIs(tf_dgc.DenseStrategy(transport=transport).transport, transport)
+
+    def test_training_goes_on_where_a_second_model_is_trained(self) -> None:
+        strategy = tf_dgc.DGCStrategy(
+            tf_dgc.DGCConfig(sparsity=0.5, min_elements=1), transport="local"
+        )
+        for _ in range(2):
+            with strategy.scope():
+                model = keras.Sequential([keras.layers.Dense(4)])
+                model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+            x = np.ones((8, 3), np.float32)
+            history = model.fit(x, np.zeros((8, 4)), epochs=3, verbose=0)
+            self.assertLess(history.history["loss"][-1], history.history["loss"][0])
+            stats = strategy.stats()
+            self.assertEqual(int(stats.dense_elements), 16)
+            self.assertEqual(int(stats.sent_elements), 6 + 4)
+
+    def test_saved_models_say_nothing_of_the_strategy(self) -> None:
+        strategy = tf_dgc.DGCStrategy(transport="local")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64)])
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(np.ones((8, 3)), np.zeros((8, 64)), verbose=0)
+        path = f"{self.get_temp_dir()}/model.keras"
+        model.save(path)
+        loaded = keras.models.load_model(path)
+        self.assertEqual(loaded.optimizer.get_config()["momentum"], 0.9)
+        self.assertAllEqual(loaded.get_weights()[0], model.get_weights()[0])
+        self.assertLen(loaded.optimizer.variables, len(model.optimizer.variables))
+
+
+class Weighted(keras.optimizers.SGD):
+    """Changes what SGD does with a gradient."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(2.0 * gradient, variable, learning_rate)
+
+
+class OptimizersTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        (keras.optimizers.SGD(0.1, momentum=0.9), Momentum(0.9, False)),
+        (keras.optimizers.SGD(0.1, momentum=0.5, nesterov=True), Momentum(0.5, True)),
+        (keras.optimizers.SGD(0.1), None),
+        (keras.optimizers.Adam(), None),
+        (Weighted(0.1, momentum=0.9), None),
+        (keras.optimizers.Muon(), None),
+    )
+    def test_momentum_is_taken_over_from_plain_sgd(
+        self, optimizer: Any, expected: Momentum | None
+    ) -> None:
+        self.assertEqual(optimizers.momentum_of(optimizer), expected)
+
+    def test_suspended_momentum_comes_back_whatever_happens(self) -> None:
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        with (
+            contextlib.suppress(KeyError),
+            optimizers.suspended_momentum(optimizer),
+        ):
+            self.assertEqual(optimizer.momentum, 0.0)
+            raise KeyError
+        self.assertEqual(optimizer.momentum, 0.9)
+
+    @parameterized.parameters(
+        (keras.optimizers.SGD(0.1, momentum=0.9), True, []),
+        (keras.optimizers.Adam(), False, []),
+        (keras.optimizers.Adam(), True, ["without momentum correction"]),
+        (Weighted(0.1), True, ["without momentum correction"]),
+        (keras.optimizers.SGD(clipnorm=2.0), True, [r"\(clipnorm=2.0\), before"]),
+        (
+            keras.optimizers.Adam(global_clipnorm=2.0),
+            True,
+            [r"\(global_clipnorm=2.0\), before", "without momentum"],
+        ),
+        (keras.optimizers.SGD(clipvalue=2.0), False, [r"\(clipvalue=2.0\), before"]),
+    )
+    def test_warnings(self, optimizer: Any, corrects: bool, found: list) -> None:
+        warnings = optimizers.warnings_about(optimizer, 2, corrects)
+        self.assertLen(warnings, len(found))
+        for warning, pattern in zip(warnings, found, strict=True):
+            self.assertRegex(warning, pattern)
+
+    def test_a_warning_is_given_once(self) -> None:
+        strategy = tf_dgc.DGCStrategy(transport="local")
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            for _ in range(2):
+                with strategy.scope():
+                    model = keras.Sequential([keras.layers.Dense(1)])
+                    model.compile(keras.optimizers.Adam(name="a"), "mse")
+                model.fit(np.ones((8, 3)), np.zeros((8, 1)), verbose=0)
+        self.assertLen(logs.output, 1)
+
+    def test_one_worker_may_use_xla(self) -> None:
+        strategy = tf_dgc.DenseStrategy(transport="local")
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=True)
+        optimizers.check_model(model, strategy)
+
+    def test_several_workers_may_not(self) -> None:
+        strategy = tf_dgc.DenseStrategy(transport="local")
+        model = mock.Mock(jit_compile=True)
+        several = mock.Mock(wraps=strategy, num_replicas_in_sync=2)
+        with self.assertRaisesRegex(ValueError, "`jit_compile` must not be True with"):
+            optimizers.check_model(model, several)
+
+    def test_a_wrapped_optimizer_is_looked_into(self) -> None:
+        inner = keras.optimizers.SGD()
+        strategy = tf_dgc.DenseStrategy(transport="local")
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
+        with self.assertRaisesRegex(ValueError, r"'sgd\w*' was made outside the scope"):
+            optimizers.check_model(model, strategy)
+
+
+class GpuTest(parameterized.TestCase, tf.test.TestCase):
+    def claim(
+        self, gpus: list, visible: list, rank: int, workers: int, late: bool = False
+    ) -> list:
+        """Return the calls of `set_visible_devices` with GPUs that are not there."""
+        with (
+            mock.patch.object(tf.config, "list_physical_devices", return_value=gpus),
+            mock.patch.object(tf.config, "get_visible_devices", return_value=visible),
+            mock.patch.object(tf.config, "set_visible_devices") as claimed,
+        ):
+            claimed.side_effect = RuntimeError if late else None
+            base.claim_gpu(rank, workers)
+        return claimed.call_args_list
+
+    def test_each_worker_takes_the_gpu_of_its_local_rank(self) -> None:
+        gpus = ["g0", "g1", "g2"]
+        for rank in range(3):
+            self.assertEqual(
+                self.claim(gpus, gpus, rank, 3), [mock.call(gpus[rank], "GPU")]
+            )
+
+    def test_what_the_user_chose_stays(self) -> None:
+        for visible in ([], ["g1"], ["g1", "g2"]):
+            self.assertEqual(self.claim(["g0", "g1", "g2"], visible, 0, 2), [])
+
+    def test_nothing_is_claimed_where_there_is_no_choice(self) -> None:
+        self.assertEqual(self.claim([], [], 1, 2), [])
+        self.assertEqual(self.claim(["g0"], ["g0"], 1, 2), [])
+
+    def test_more_workers_than_gpus_share_them_and_are_told(self) -> None:
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            calls = self.claim(["g0", "g1"], ["g0", "g1"], 3, 4)
+        self.assertEqual(calls, [mock.call("g1", "GPU")])
+        self.assertIn("4 workers share the 2 GPUs", logs.output[0])
+
+    def test_too_late_to_claim_is_told(self) -> None:
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            self.claim(["g0", "g1"], ["g0", "g1"], 1, 2, late=True)
+        self.assertIn("TensorFlow has already started", logs.output[0])
+
+
+class NoHorovodTest(tf.test.TestCase):
+    def test_a_missing_horovod_says_how_to_get_it(self) -> None:
+        # None in sys.modules makes an import raise ImportError.
+        names = {"horovod": None, "horovod.tensorflow": None}
+        with (
+            mock.patch.dict(sys.modules, names),
+            mock.patch.dict("os.environ"),
+            self.assertRaisesRegex(ImportError, "run scripts/install_horovod.sh"),
+        ):
+            horovod.initialize(10.0)
+
+
+if __name__ == "__main__":
+    tf.test.main()
