@@ -182,9 +182,8 @@ def distributed_dataset(
 
     TFD/input_lib.py: DistributedDataset, with a ready component.
     """
-    host = host_of_device(device)
-    return input_lib.DistributedDataset(
-        input_lib.InputWorkers([(host, (device,))]),
+    wrapped = _Share(
+        input_lib.InputWorkers([(host_of_device(device), (device,))]),
         strategy,
         components=[dataset],
         element_spec=input_lib._create_distributed_tensor_spec(
@@ -192,6 +191,22 @@ def distributed_dataset(
         ),
         enable_get_next_as_optional=False,
     )
+    wrapped.share = dataset
+    return wrapped
+
+
+class _Share(input_lib.DistributedDataset):
+    """One worker's share, with tf.data's plain iterator.
+
+    That of DistributedDataset, MultiDeviceIterator, crashes the process now and then
+    when it is deleted while it fetches (TensorFlow 2.21: its thread goes on in
+    DatasetBaseIterator::GetNext), as Keras does after every evaluation.
+    """
+
+    share: tf.data.Dataset
+
+    def __iter__(self) -> Any:
+        return iter(self.share)
 
 
 def calling_optimizer() -> keras.optimizers.Optimizer | None:
