@@ -392,7 +392,11 @@ def evaluate_and_predict(strategy: Any) -> dict[str, Any]:
     from_dataset = model.predict(
         tf.data.Dataset.from_tensor_slices(x).batch(8), verbose=0
     )
+    with scope(strategy):
+        recurrent = keras.Sequential([keras.Input((4, 8)), keras.layers.LSTM(3)])
+    one_row = recurrent.predict(np.ones((1, 4, 8), np.float32), verbose=0)
     return outcome(model, history) | {
+        "fewer_rows_than_workers": list(one_row.shape),
         "evaluated": [float(v) for v in evaluated.values()],
         "predicted": predicted[:, 0].tolist(),
         "from_dataset": from_dataset[:, 0].tolist(),

@@ -33,6 +33,10 @@ class Contract(parameterized.TestCase, tf.test.TestCase):
     workers: ClassVar[int] = 2
     found: ClassVar[list[dict[str, Any]] | Exception]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__test__ = True
+
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
@@ -56,27 +60,22 @@ class Contract(parameterized.TestCase, tf.test.TestCase):
 
 
 class Collective(Contract):
-    __test__ = True
     transport = "collective"
 
 
 class CollectiveOfThree(Contract):
-    __test__ = True
     transport, workers = "collective", 3
 
 
 class Horovod(Contract):
-    __test__ = True
     transport = "horovod"
 
 
 class HorovodOfThree(Contract):
-    __test__ = True
     transport, workers = "horovod", 3
 
 
 class Hybrid(Contract):
-    __test__ = True
     transport = "hybrid"
 
 

@@ -123,8 +123,8 @@ class CollectiveTransport(base.Transport):
         with contextlib.suppress(tf.errors.OpError):
             _host.publish(f"tf_dgc/done/{self.rank}")
             # Rank 0 has the service, and leaves after those who look into it.
-            what = "done" if self.rank else "seen"
-            for peer in range(1 - bool(self.rank), self.size):
+            what, first = ("done", 0) if self.rank else ("seen", 1)
+            for peer in range(first, self.size):
                 _host.wait_for_key(f"tf_dgc/{what}/{peer}", deadline - time.monotonic())
             _host.publish(f"tf_dgc/seen/{self.rank}")
 
