@@ -47,9 +47,9 @@ def convolution(filters: int, stride: int = 1, size: int = 3) -> keras.Sequentia
     return keras.Sequential([convolve, keras.layers.BatchNormalization()])
 
 
-def build(blocks: int = 3) -> keras.Model:
-    """Returns a ResNet of 6 * `blocks` + 2 layers."""
-    inputs = keras.Input((32, 32, 3))
+def build(blocks: int = 3, size: int = 32) -> keras.Model:
+    """Returns a ResNet of 6 * `blocks` + 2 layers, for images of `size` pixels."""
+    inputs = keras.Input((size, size, 3))
     x = keras.layers.Rescaling(1 / 64, offset=-2)(inputs)
     x = keras.layers.ReLU()(convolution(16)(x))
     for filters in (16, 32, 64):

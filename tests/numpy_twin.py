@@ -35,10 +35,10 @@ def clip(tensors: Tensors, clip_norm: float | None, workers: int) -> Tensors:
 
 
 def correct(
-    u: np.ndarray, g: np.ndarray, m: float, nesterov: bool
+    u: np.ndarray, g: np.ndarray, m: float, nesterov: bool, rate: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """u <- m*u + g; return u and what v gains by it."""
-    m = np.float32(m)
+    """u <- m*u + lr*g; return u and what v gains by it."""
+    m, g = np.float32(m), np.float32(rate) * g
     if nesterov:
         u = m * (u + g)
         return u, u + g
@@ -121,7 +121,7 @@ class Cluster:
         self.workers = [Worker(own) for _ in range(workers)]
         self.steps = 0
 
-    def step(self, gradients: list[Tensors]) -> Tensors:
+    def step(self, gradients: list[Tensors], rate: float) -> Tensors:
         """Take each worker's gradients; return the sum of what all sent."""
         sparsity = warm_up(self.steps, self.config)
         everything = all_goes(self.sizes, sparsity, len(self.workers))
@@ -133,16 +133,22 @@ class Cluster:
                 sent = g
                 if i in self.compressed:
                     j = self.compressed.index(i)
-                    sent = self._compress(worker, j, g, sparsity, everything)
+                    sent = self._compress(worker, j, g, sparsity, everything, rate)
                 sums[i] = sums[i] + sent
         return sums
 
     def _compress(
-        self, worker: Worker, j: int, g: np.ndarray, sparsity: float, everything: bool
+        self,
+        worker: Worker,
+        j: int,
+        g: np.ndarray,
+        sparsity: float,
+        everything: bool,
+        rate: float,
     ) -> np.ndarray:
         u, v, gain = worker.u[j], worker.v[j], g
         if self.momentum is not None:
-            u, gain = correct(u, g, self.momentum, self.nesterov)
+            u, gain = correct(u, g, self.momentum, self.nesterov, rate)
         v = accumulate(v, gain)
         chosen = select(v, 0.0 if everything else threshold(v, sparsity))
         worker.v[j] = keep(v, chosen)

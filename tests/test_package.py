@@ -19,7 +19,7 @@ ROOT = pathlib.Path(tf_dgc.__file__).parent
 
 # A module imports from its own tier or from lower ones.
 TIERS = (
-    ("config", "version", "_host", "data"),
+    ("config", "version", "_host", "data", "plots", "state_files"),
     ("schedules", "layout", "sparsify", "packing"),
     ("dgc", "averaging"),
     (
@@ -41,8 +41,9 @@ TIERS = (
         "synchronizers.base",
         "synchronizers.compressed",
         "synchronizers.dense",
+        "synchronizers.saving",
     ),
-    ("extended", "optimizers", "strategy", "horovod", "callbacks"),
+    ("extended", "optimizers", "strategy", "simulate", "horovod", "callbacks"),
     ("",),  # the package itself
 )
 TIER_OF = {name: tier for tier, names in enumerate(TIERS) for name in names}
@@ -100,7 +101,10 @@ class SurfaceTest(tf.test.TestCase):
                 "DGCStrategy",
                 "DenseStrategy",
                 "StepStats",
+                "TensorStats",
                 "__version__",
+                "callbacks",
+                "simulate",
                 "transports",
             ],
         )

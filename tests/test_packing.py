@@ -40,6 +40,7 @@ def packed(form: Format, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         form,
         positions,
         values,
+        tf.constant(0),
         checksum=-7,
         step=tf.constant(3, tf.int64),
         nonfinite=tf.constant(0, tf.int32),
@@ -118,6 +119,27 @@ class RoundTripTest(tf.test.TestCase):
             self.assertEqual(raw(found_values), raw(values))
 
 
+class DecodedTest(tf.test.TestCase):
+    def test_powers_of_two_are_exact(self) -> None:
+        exponents = np.arange(-126, 127)
+        found = packing.power_of_two(tf.constant(exponents, tf.int32))
+        self.assertAllEqual(found, np.ldexp(np.float32(1), exponents))
+
+    def test_an_exponent_is_taken_back_exactly(self) -> None:
+        values = np.array([1.0, -1.5, 2.0**-14, 2.0**15], np.float16)
+        for exponent in (-110, -7, 0, 5, 110):
+            found = packing.decoded(tf.constant(values), tf.constant(exponent))
+            expected = np.ldexp(values.astype(np.float32), -exponent)
+            self.assertAllEqual(found, expected)
+
+    def test_only_float16_has_one(self) -> None:
+        for dtype in ("float32", "bfloat16"):
+            values = tf.constant([1.0, -3.0], dtype)
+            found = packing.decoded(values, tf.constant(0))
+            self.assertEqual(found.dtype, tf.float32)
+            self.assertAllEqual(found, [1.0, -3.0])
+
+
 class MessageTest(tf.test.TestCase):
     def test_header_holds_what_was_given(self) -> None:
         form = packing.make_format(4, 1000, "float32")
@@ -125,6 +147,7 @@ class MessageTest(tf.test.TestCase):
             form,
             tf.constant([5, 9], tf.int64),
             tf.constant([1.0, 2.0]),
+            tf.constant(-9),
             checksum=-123456,
             step=tf.constant(2**31 + 17, tf.int64),
             nonfinite=tf.constant(3, tf.int32),
@@ -132,7 +155,7 @@ class MessageTest(tf.test.TestCase):
         header = packing.unpack(form, message)[0]
         self.assertEqual([int(word) for word in header], message[:6].numpy().tolist())
         self.assertEqual(int(header.format), packing.FORMAT)
-        self.assertEqual(int(header.flags), 0)
+        self.assertEqual(int(header.exponent), -9)
         self.assertEqual(int(header.checksum), -123456)
         self.assertEqual(int(header.step), 17)
         self.assertEqual(int(header.count), 2)

@@ -33,6 +33,23 @@ class StrategyTest(tf.test.TestCase):
         self.assertIsNone(tf_dgc.DenseStrategy(transport="local").config)
         self.assertIsNone(strategy.cluster_resolver)
 
+    def test_a_share_of_the_data_is_iterated_by_tf_data_itself(self) -> None:
+        # MultiDeviceIterator, TensorFlow's own choice, crashes when it is deleted.
+        strategy = tf_dgc.DenseStrategy(transport="local")
+        dataset = tf.data.Dataset.range(6).batch(2)
+        shared = strategy.experimental_distribute_dataset(dataset)
+        self.assertIsInstance(shared, tf.distribute.DistributedDataset)
+        self.assertIs(type(iter(shared)), type(iter(dataset)))
+
+        @tf.function
+        def total(batches: Any) -> tf.Tensor:
+            found = tf.zeros([], tf.int64)
+            for batch in batches:
+                found += tf.reduce_sum(batch)
+            return found
+
+        self.assertEqual(int(total(iter(shared))), 15)
+
     def test_takes_a_transport_of_ones_own(self) -> None:
         class Own(LocalTransport):
             name = "own"
@@ -78,17 +95,17 @@ class Weighted(keras.optimizers.SGD):
 
 class OptimizersTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
-        (keras.optimizers.SGD(0.1, momentum=0.9), Momentum(0.9, False)),
-        (keras.optimizers.SGD(0.1, momentum=0.5, nesterov=True), Momentum(0.5, True)),
-        (keras.optimizers.SGD(0.1), None),
+        (keras.optimizers.SGD(momentum=0.9), Momentum(0.9, False, 0.1)),
+        (keras.optimizers.SGD(momentum=0.5, nesterov=True), Momentum(0.5, True, 0.1)),
+        (keras.optimizers.SGD(), Momentum(0.0, False, 0.1)),
         (keras.optimizers.Adam(), None),
         (Weighted(0.1, momentum=0.9), None),
         (keras.optimizers.Muon(), None),
     )
-    def test_momentum_is_taken_over_from_plain_sgd(
+    def test_the_step_is_taken_over_from_plain_sgd(
         self, optimizer: Any, expected: Momentum | None
     ) -> None:
-        self.assertEqual(optimizers.momentum_of(optimizer), expected)
+        self.assertEqual(optimizers.momentum_of(optimizer, 0.1), expected)
 
     def test_suspended_momentum_comes_back_whatever_happens(self) -> None:
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)

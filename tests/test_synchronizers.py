@@ -165,9 +165,9 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         layout = layout_lib.build([("w0", shape)])
         form = dgc.message_format(layout, config.sparsity, config, transport.size)
         (message,) = [s.arrays[0] for s in transport.sent if ".message" in s.name]
-        _, positions, values = packing.unpack(form, tf.constant(message))
+        header, positions, values = packing.unpack(form, tf.constant(message))
         sent = np.zeros(layout.size, np.float32)
-        sent[positions.numpy()] = tf.cast(values, tf.float32)
+        sent[positions.numpy()] = packing.decoded(values, header.exponent)
         return sent.reshape(shape)
 
     @parameterized.parameters("float32", "float16", "bfloat16")

@@ -1,8 +1,8 @@
 """Deep Gradient Compression for Keras and TensorFlow, over ordinary networks."""
 
-from tf_dgc import transports
+from tf_dgc import callbacks, simulate, transports
 from tf_dgc.config import DGCConfig
-from tf_dgc.state import StepStats
+from tf_dgc.state import StepStats, TensorStats
 from tf_dgc.strategy import DenseStrategy, DGCStrategy
 from tf_dgc.version import __version__
 
@@ -11,6 +11,9 @@ __all__ = [
     "DGCStrategy",
     "DenseStrategy",
     "StepStats",
+    "TensorStats",
     "__version__",
+    "callbacks",
+    "simulate",
     "transports",
 ]

@@ -236,3 +236,39 @@ def inner_optimizers(optimizer: Any) -> Sequence[Any]:
     """Return the optimizer and those it wraps, as LossScaleOptimizer does."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [optimizer] if inner is None else [optimizer, *inner_optimizers(inner)]
+
+
+def update_variables(
+    optimizer: keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    pairs: Sequence[tuple[Any, Any]],
+    learning_rate: Any,
+) -> None:
+    """Run an optimizer's update of (gradient, variable) pairs, and no more of a step.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._distributed_tf_update_step, inside the name
+    scope that marks the optimizer as the caller.
+    """
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        rate = tf.convert_to_tensor(learning_rate, pairs[0][1].dtype)
+        optimizer._distributed_tf_update_step(strategy, pairs, rate)
+
+
+def variables_of(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
+    """Return what an optimizer was built for.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._trainable_variables.
+    """
+    return optimizer._trainable_variables
+
+
+def set_initial_epoch(model: keras.Model, epoch: int) -> None:
+    """Let `fit`, which has begun, start at an epoch; as BackupAndRestore does.
+
+    keras/src/trainers/trainer.py: Trainer._initial_epoch.
+    """
+    if not hasattr(model, "_initial_epoch"):
+        name = "Model._initial_epoch"
+        versions = {"tf": tf.__version__, "keras": keras.__version__}
+        raise ImportError(_HINT.format(name=name, **versions))
+    model._initial_epoch = epoch

@@ -24,8 +24,9 @@ class DGCConfig:
             share of `warmup_steps`. Stages at or above `sparsity` are left out.
         clip_norm: largest global norm of the gradient, or None. Each of N workers
             clips its own, by Keras already divided by N, to `clip_norm * N**-0.5`.
-        momentum_correction: accumulate the velocity of `keras.optimizers.SGD`
-            locally, instead of its gradient. Without effect on other optimizers.
+        momentum_correction: accumulate the steps of `keras.optimizers.SGD`, with its
+            momentum and learning rate, instead of its gradient. Without effect on
+            other optimizers.
         momentum_masking: clear the velocity of the elements that were sent.
         min_elements: tensors with fewer elements are reduced densely, and so are
             all tensors of rank 0 and 1.

@@ -51,22 +51,31 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     spec = dataset.element_spec
 
     def own_rows(*element: Any) -> Any:
-        return _rows(spec, element, rank, size)
+        return rows_of(spec, element, rank, size)
 
     def all_rows(*element: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.range(size).map(lambda r: _rows(spec, element, r, size))
+        ranks = tf.data.Dataset.range(size)
+        return ranks.map(lambda r: rows_of(spec, element, r, size))
 
     if policy == _Policy.OFF:
         return dataset.flat_map(all_rows).prefetch(1)
     return dataset.map(own_rows).prefetch(1)
 
 
-def _rows(spec: Any, element: tuple[Any, ...], rank: Any, size: int) -> Any:
-    """Return one worker's rows of a global batch, in the structure of `spec`."""
+def rows_of(spec: Any, element: tuple[Any, ...], rank: Any, size: int) -> Any:
+    """Return one worker's rows of a global batch, in the structure of `spec`.
+
+    Args:
+        spec: any structure of `element`'s parts.
+        element: of tensors, None among them.
+        rank: an integer, or a tensor of shape [] and any integer type.
+        size: N.
+    """
     flat = tf.nest.flatten(element)
     count = tf.cast(
         next(_row_count(part) for part in flat if part is not None), "int64"
     )
+    rank = tf.cast(rank, count.dtype)
     start = rank * count // size
     stop = (rank + 1) * count // size
     if isinstance(spec, tuple) and len(spec) > 1:

@@ -1,9 +1,11 @@
 """The step of Deep Gradient Compression. Pure functions.
 
 Axes: P arena elements, N workers, K message slots. The paper's letters: g gradient,
-u velocity (local momentum), v residual (accumulated velocity), m momentum.
+u velocity (local momentum), v residual (accumulated velocity), m momentum, lr learning
+rate. As in Keras, and other than in the paper, lr is inside the velocity: what waits
+keeps the rate of its own step. At a constant rate the two are the same.
 
-    g    <- clip(g, clip_norm * N**-0.5)
+    g    <- lr * clip(g, clip_norm * N**-0.5)
     u    <- m * u + g                     Nesterov: u <- m * (u + g)
     v    <- v + u                                   v <- v + u + g
     S    <- the elements of v over their tensor's threshold
@@ -15,21 +17,24 @@ References:
     https://arxiv.org/abs/1712.01887
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tf_dgc import layout as layout_lib
 from tf_dgc import packing, sparsify
 from tf_dgc.config import DGCConfig
 from tf_dgc.layout import Layout
 
 
 class Momentum(NamedTuple):
-    """The momentum that is taken over from the optimizer."""
+    """What is taken over from the optimizer: the step of SGD."""
 
     factor: float  # m, in [0, 1]
     nesterov: bool
+    learning_rate: tf.Tensor | float = 1.0  # lr, shape []
 
 
 class State(NamedTuple):
@@ -43,7 +48,8 @@ class Selection(NamedTuple):
     """What a worker sends."""
 
     positions: tf.Tensor  # shape [C], int64, ascending, C <= K
-    values: tf.Tensor  # shape [C], the message's value type
+    values: tf.Tensor  # shape [C], the message's value type: v[S] * 2**exponent
+    exponent: tf.Tensor  # shape [], int32
 
 
 def first_nonfinite(gradients: Sequence[Any]) -> tf.Tensor:
@@ -97,13 +103,16 @@ def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> 
     Args:
         state: u and v.
         gradient: g, shape [P], float32.
-        momentum: None accumulates the gradient itself.
+        momentum: None accumulates the gradient itself, without the learning rate.
 
     Returns:
         The state with u and v as at the top of this module.
     """
     u, v = state
-    if momentum is None or u is None:
+    if momentum is None:
+        return State(u, v + gradient)
+    gradient = tf.cast(momentum.learning_rate, tf.float32) * gradient
+    if u is None:
         return State(u, v + gradient)
     if momentum.nesterov:
         u = momentum.factor * (u + gradient)
@@ -125,7 +134,8 @@ def select(
         step: shape [], int64.
 
     Returns:
-        The selection, its values rounded to `config.value_dtype` but never to infinity.
+        The selection, its values rounded to `config.value_dtype` but never to infinity;
+        float16 with the exponent that brings the largest near the end of its range.
     """
     slots = sum(sparsify.slots_per_segment(layout, sparsity))
     threshold = sparsify.thresholds(
@@ -133,11 +143,16 @@ def select(
     )
     positions = sparsify.select(state.residual, layout, threshold, slots, step)
     values = tf.gather(state.residual, positions)
-    value_dtype = tf.as_dtype(config.value_dtype)
+    value_dtype, exponent = tf.as_dtype(config.value_dtype), tf.zeros([], tf.int32)
+    if value_dtype == tf.float16:
+        largest = tf.maximum(tf.reduce_max(tf.abs(values)), sparsify.SMALLEST)
+        binade = tf.cast(tf.floor(tf.math.log(largest) / math.log(2)), tf.int32)
+        exponent = tf.clip_by_value(14 - binade, -126, 126)
+        values *= packing.power_of_two(exponent)
     if value_dtype != tf.float32:
         limit = float(value_dtype.max)
         values = tf.cast(tf.clip_by_value(values, -limit, limit), value_dtype)
-    return Selection(positions, values)
+    return Selection(positions, values, exponent)
 
 
 def message_format(
@@ -164,6 +179,47 @@ def message_format(
     return form
 
 
+def send(
+    state: State,
+    nonfinite: tf.Tensor,
+    *,
+    form: packing.Format,
+    layout: Layout,
+    sparsity: float,
+    config: DGCConfig,
+    step: tf.Tensor,
+) -> tuple[tf.Tensor, State]:
+    """Write this worker's message of a step, and take what is in it out of the state.
+
+    Args:
+        state: u and v after `accumulate`.
+        nonfinite: what `first_nonfinite` found.
+        form: what `message_format` chose; without slots, the residual goes densely.
+        layout: of the arena.
+        sparsity: of the present stage.
+        config: what `select` takes, and `momentum_masking`.
+        step: shape [], int64.
+
+    Returns:
+        The message, shape [form.words], int32, and the state with sent + kept =
+        accumulated.
+    """
+    masking = config.momentum_masking
+    if form.slots:
+        selection = select(state, layout, sparsity, config, step)
+        after = keep(state, selection, masking)
+    else:
+        nothing = tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
+        selection = Selection(*nothing, tf.zeros([], tf.int32))
+        # A stage that only runs dense because that is cheaper keeps its momentum.
+        after = keep_nothing(state, masking and sparsity == 0)
+    checksum = layout_lib.checksum(layout)
+    message = packing.pack(
+        form, *selection, checksum=checksum, step=step, nonfinite=nonfinite
+    )
+    return message, after
+
+
 def keep(state: State, selection: Selection, masking: bool) -> State:
     """Take what was sent out of the state.
 
@@ -177,7 +233,8 @@ def keep(state: State, selection: Selection, masking: bool) -> State:
     """
     u, v = state
     where = selection.positions[:, tf.newaxis]
-    v = tf.tensor_scatter_nd_sub(v, where, tf.cast(selection.values, tf.float32))
+    sent = packing.decoded(selection.values, selection.exponent)
+    v = tf.tensor_scatter_nd_sub(v, where, sent)
     if masking and u is not None:
         u = tf.tensor_scatter_nd_update(
             u, where, tf.zeros_like(selection.positions, tf.float32)

@@ -1,7 +1,8 @@
 """What the exchange must know of a Keras optimizer, and of the model it trains."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -9,11 +10,14 @@ import tensorflow as tf
 from tf_dgc import _host, dgc
 
 
-def momentum_of(optimizer: keras.optimizers.Optimizer) -> dgc.Momentum | None:
-    """Return the momentum that the exchange can take over, if there is any."""
-    if _is_plain_sgd(optimizer) and optimizer.momentum:
-        return dgc.Momentum(float(optimizer.momentum), bool(optimizer.nesterov))
-    return None
+def momentum_of(
+    optimizer: keras.optimizers.Optimizer, learning_rate: Any
+) -> dgc.Momentum | None:
+    """Return the step of SGD, which the exchange can take over; None of others."""
+    if not _is_plain_sgd(optimizer):
+        return None
+    factor, nesterov = float(optimizer.momentum or 0.0), bool(optimizer.nesterov)
+    return dgc.Momentum(factor, nesterov, learning_rate)
 
 
 @contextlib.contextmanager
@@ -24,6 +28,31 @@ def suspended_momentum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.momentum = momentum
+
+
+def update(
+    optimizer: keras.optimizers.Optimizer,
+    pairs: Sequence[Any],
+    corrected: Sequence[bool],
+    learning_rate: Any,
+    apply: Callable[[list[Any], Any], None],
+) -> None:
+    """Update variables; those whose step was taken over, by what is in their gradient.
+
+    Args:
+        optimizer: of the user.
+        pairs: (gradient, variable).
+        corrected: for each pair, whether momentum and learning rate are in its
+            gradient.
+        learning_rate: for the other pairs.
+        apply: the optimizer's own update of a list of pairs at a learning rate.
+    """
+    flagged = list(zip(pairs, corrected, strict=True))
+    if plain := [pair for pair, taken in flagged if not taken]:
+        apply(plain, learning_rate)
+    if taken_over := [pair for pair, taken in flagged if taken]:
+        with suspended_momentum(optimizer):
+            apply(taken_over, tf.ones_like(learning_rate))
 
 
 def check_model(model: keras.Model, strategy: tf.distribute.Strategy) -> None:

@@ -2,9 +2,9 @@
 
 A message of K slots for an arena of P elements is, in this order,
 
-    header     HEADER_WORDS x int32: FORMAT, flags, checksum of the layout, step,
+    header     HEADER_WORDS x int32: FORMAT, exponent, checksum of the layout, step,
                number of elements, index + 1 of the first tensor that is not finite
-    values     K x float32 | float16 | bfloat16
+    values     K x float32 | float16 | bfloat16, each times 2**exponent
     low bits   K x uint8 | uint16     position modulo 2**L, L = 8 or 16
     high bits  K + P / 2**L bits      for the i-th element, bit i + position // 2**L
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-FORMAT = 0x44474301  # "DGC", version 1
+FORMAT = 0x44474302  # "DGC", version 2
 HEADER_WORDS = 6
 
 
@@ -29,7 +29,7 @@ class Header(NamedTuple):
     """The first words of a message, each of shape [], int32."""
 
     format: tf.Tensor
-    flags: tf.Tensor
+    exponent: tf.Tensor
     checksum: tf.Tensor
     step: tf.Tensor
     count: tf.Tensor
@@ -78,6 +78,7 @@ def pack(
     form: Format,
     positions: tf.Tensor,
     values: tf.Tensor,
+    exponent: tf.Tensor,
     *,
     checksum: int,
     step: tf.Tensor,
@@ -89,6 +90,7 @@ def pack(
         form: what `make_format` returned.
         positions: shape [C], int64, C <= K, ascending, below P.
         values: shape [C], `form.value_dtype`.
+        exponent: shape [], int32.
         checksum: of the layout.
         step: shape [], any integer type.
         nonfinite: shape [], int32: 0, or the index of a variable + 1.
@@ -98,7 +100,7 @@ def pack(
     """
     count = tf.size(positions)
     header = tf.stack(
-        [FORMAT, 0, checksum, tf.cast(step % 2**31, tf.int32), count, nonfinite]
+        [FORMAT, exponent, checksum, tf.cast(step % 2**31, tf.int32), count, nonfinite]
     )
     if not form.slots:
         return header
@@ -117,6 +119,19 @@ def pack(
     )
     words = tf.bitcast(tf.reshape(body, [form.words - HEADER_WORDS, 4]), tf.int32)
     return tf.concat([header, words], axis=0)
+
+
+def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
+    """Return 2**exponent exactly, float32; outside of [-126, 126], as at its ends."""
+    bits = tf.bitwise.left_shift(tf.clip_by_value(exponent, -126, 126) + 127, 23)
+    return tf.bitcast(bits, tf.float32)
+
+
+def decoded(values: tf.Tensor, exponent: tf.Tensor) -> tf.Tensor:
+    """Return what values of a message stand for, float32."""
+    if values.dtype == tf.float16:
+        return tf.cast(values, tf.float32) * power_of_two(-exponent)
+    return tf.cast(values, tf.float32)
 
 
 def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:

@@ -4,6 +4,7 @@ Axes: P arena elements, B = P / BLOCK blocks, T tensors, K message slots, C cand
 """
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -116,7 +117,7 @@ def select(
 
 
 def scatter_sum(
-    positions: list[tf.Tensor], values: list[tf.Tensor], size: int
+    positions: Sequence[tf.Tensor], values: Sequence[tf.Tensor], size: int
 ) -> tf.Tensor:
     """Sum the selections of all workers into one dense arena.
 

@@ -22,15 +22,15 @@ class ArenaState:
     """The state of one optimizer's compressed tensors on one worker.
 
     Attributes:
-        velocity: u, shape [P], float32; None where no momentum is corrected.
-        residual: v, shape [P], float32.
+        velocity: u, float32; None where no momentum is corrected.
+        residual: v, of the same shape: [P], or [N, P] where one process is N workers.
         step: shape [], int64, number of exchanges done.
     """
 
-    def __init__(self, layout: Layout, with_velocity: bool, device: str) -> None:
+    def __init__(self, shape: list[int], with_velocity: bool, device: str) -> None:
         """Create the variables, all zero, outside of any graph."""
         with tf.init_scope(), tf.device(device):
-            zeros = tf.zeros([layout.size])
+            zeros = tf.zeros(shape)
             self.velocity = _variable(zeros, "dgc_velocity") if with_velocity else None
             self.residual = _variable(zeros, "dgc_residual")
         with tf.init_scope(), tf.device("CPU:0"):
@@ -47,6 +47,76 @@ class ArenaState:
             self.velocity.assign(state.velocity)
         self.residual.assign(state.residual)
         self.step.assign_add(1)
+
+    def clear(self, masking: bool) -> None:
+        """Take everything out that was kept back."""
+        self.residual.assign(tf.zeros_like(self.residual))
+        if masking and self.velocity is not None:
+            self.velocity.assign(tf.zeros_like(self.velocity))
+
+    def arrays(self) -> dict[str, tf.Variable]:
+        """Return u and v by name."""
+        found = {"residual": self.residual, "velocity": self.velocity}
+        return {name: v for name, v in found.items() if v is not None}
+
+
+class TensorStats(NamedTuple):
+    """What one worker sent of one compressed tensor, since the figures were reset."""
+
+    name: str
+    elements: int
+    density: float  # of its elements were sent in a step, on average
+    stale: float  # share of its elements that were not sent once
+
+
+class Coverage:
+    """Counts, by tensor, which elements of an arena a worker sends."""
+
+    def __init__(self, layout: Layout, device: str) -> None:
+        """Create the variables, zero, outside of any graph."""
+        self._layout = layout
+        with tf.init_scope(), tf.device(device):
+            self._sent = _variable(tf.zeros([layout.size], tf.bool), "dgc_sent")
+        with tf.init_scope(), tf.device("CPU:0"):
+            tensors = len(layout.segments)
+            self._counts = _variable(tf.zeros([tensors], tf.int64), "dgc_counts")
+            self._steps = _variable(tf.zeros([], tf.int64), "dgc_counted_steps")
+
+    def record(self, positions: tf.Tensor) -> None:
+        """Take in the positions sent in one step, shape [C], int64."""
+        marks = tf.IndexedSlices(tf.ones_like(positions, tf.bool), positions)
+        self._sent.scatter_update(marks)
+        ends = [s.offset + s.size for s in self._layout.segments]
+        of = tf.searchsorted(tf.constant(ends, tf.int64), positions, side="right")
+        count = len(ends)
+        self._counts.assign_add(tf.math.bincount(of, None, count, count, tf.int64))
+        self._steps.assign_add(1)
+
+    def record_all(self) -> None:
+        """Take in a step that sent everything."""
+        self._sent.assign(tf.ones_like(self._sent))
+        sizes = [s.size for s in self._layout.segments]
+        self._counts.assign_add(tf.constant(sizes, tf.int64, [len(sizes)]))
+        self._steps.assign_add(1)
+
+    def stats(self) -> list[TensorStats]:
+        """Return the figures of each tensor, eagerly."""
+        sent, counts = self._sent.numpy(), self._counts.numpy()
+        steps = max(int(self._steps), 1)
+        return [
+            TensorStats(
+                segment.name,
+                segment.size,
+                float(count) / (steps * segment.size),
+                1.0 - float(sent[segment.offset :][: segment.size].mean()),
+            )
+            for segment, count in zip(self._layout.segments, counts, strict=True)
+        ]
+
+    def reset(self) -> None:
+        """Start anew."""
+        for variable in (self._sent, self._counts, self._steps):
+            variable.assign(tf.zeros_like(variable))
 
 
 class StepStats(NamedTuple):

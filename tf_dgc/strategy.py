@@ -7,7 +7,9 @@ the synchronizer exchanges, and the update runs on the result.
 """
 
 import atexit
+import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +19,13 @@ import tensorflow as tf
 from tf_dgc import _host, optimizers
 from tf_dgc.config import DGCConfig
 from tf_dgc.extended import OneReplicaExtended
-from tf_dgc.state import StepStats
-from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
+from tf_dgc.state import StepStats, TensorStats
+from tf_dgc.synchronizers import (
+    DeepGradientCompression,
+    Dense,
+    Exchanged,
+    Synchronizer,
+)
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.version import __version__
 
@@ -28,7 +35,7 @@ _logger = logging.getLogger("tf_dgc")
 class ReplicaContext(tf.distribute.ReplicaContext):
     """The seam: sees an optimizer's gradients together with their variables."""
 
-    def __init__(self, strategy: "_Strategy") -> None:
+    def __init__(self, strategy: "BaseStrategy") -> None:
         super().__init__(strategy, replica_id_in_sync_group=strategy.rank)
         self._pending: list[Any] = []
 
@@ -49,7 +56,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         optimizer = getattr(merge_fn, "__self__", None)
         if not isinstance(optimizer, keras.optimizers.Optimizer) or not self._pending:
             return super().merge_call(merge_fn, args, kwargs)
-        pairs, *rest = args
+        pairs, learning_rate = args
         known = {id(gradient) for gradient in self._pending}
         strange = [v.name for g, v in pairs if g is not None and id(g) not in known]
         if strange:
@@ -59,10 +66,10 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             )
         self._pending.clear()
 
-        def update(pairs: list[Any]) -> None:
-            super(ReplicaContext, self).merge_call(merge_fn, (pairs, *rest), kwargs)
+        def update(pairs: list[Any], rate: Any) -> None:
+            super(ReplicaContext, self).merge_call(merge_fn, (pairs, rate), kwargs)
 
-        self.strategy.exchange_and_update(optimizer, pairs, update)
+        self.strategy.exchange_and_update(optimizer, pairs, learning_rate, update)
         return None
 
     def refuse_pending(self) -> None:
@@ -75,7 +82,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             )
 
 
-class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
+class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """What the strategies share.
 
     Nominally a MultiWorkerMirroredStrategy, for `isinstance` checks in other libraries;
@@ -145,6 +152,60 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         return self._synchronizer.stats(total)
 
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return what this worker sent of each compressed tensor, eagerly.
+
+        Args:
+            reset: start the figures anew after this.
+        """
+        return self._synchronizer.tensor_stats(reset)
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Write what all workers keep back to a folder; all workers call this.
+
+        The weights are not in it: the model saves those. Each worker writes a file of
+        its own; the folder may be on a disk that they share, or on one of each.
+
+        Args:
+            path: of the folder; what was saved there is replaced.
+
+        Raises:
+            OSError, ValueError: a worker could not write; on all workers.
+        """
+        self._synchronizer.save(path)
+
+    def restore_state(self, path: str | os.PathLike[str]) -> None:
+        """Take over what `save_state` wrote; all workers call this.
+
+        On the same number of workers training goes on bit for bit. On another number
+        each worker, which must see all files, gets an equal share of the sum of what
+        was kept back. Before the first step it is taken over in the first step.
+
+        Args:
+            path: of the folder.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged or not of this training; names file and
+                field. Raised in the first step, where that sees the variables first.
+        """
+        self._synchronizer.restore(path)
+
+    def flush(self, model: keras.Model) -> None:
+        """Apply all that the workers still keep back; all workers call this.
+
+        A last step without a new gradient, sent densely: nothing stays behind.
+
+        Args:
+            model: the one that was trained in this strategy's scope.
+        """
+        for optimizer in _host.inner_optimizers(model.optimizer):
+            update = functools.partial(_host.update_variables, optimizer, self)
+            with self.scope():
+                rate = tf.convert_to_tensor(optimizer.learning_rate)
+                for exchanged, variables in self._synchronizer.flush(optimizer):
+                    self._apply(optimizer, exchanged, variables, rate, update)
+
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:
@@ -171,7 +232,8 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self,
         optimizer: keras.optimizers.Optimizer,
         pairs: Sequence[tuple[Any, Any]],
-        update: Callable[[list[Any]], None],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
     ) -> None:
         """Exchange (gradient, variable) pairs and update the variables.
 
@@ -179,43 +241,44 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         optimizer's own momentum suspended.
         """
         corrects = self._config is not None and self._config.momentum_correction
-        for warning in optimizers.warnings_about(
-            optimizer, self._transport.size, corrects
-        ):
+        workers = self.num_replicas_in_sync
+        for warning in optimizers.warnings_about(optimizer, workers, corrects):
             if warning not in self._warned:
                 self._warned.add(warning)
                 _logger.warning(warning)
         used = [(g, v) for g, v in pairs if g is not None]
+        variables = [v for _, v in used]
         exchanged = self._synchronizer.exchange(
             optimizer,
             [g for g, _ in used],
-            [v for _, v in used],
-            optimizers.momentum_of(optimizer),
+            variables,
+            optimizers.momentum_of(optimizer, learning_rate),
         )
-        summed = [
-            ((g, v), compressed)
-            for g, (_, v), compressed in zip(
-                exchanged.gradients, used, exchanged.compressed, strict=True
-            )
-        ]
-        with_momentum = [pair for pair, compressed in summed if not compressed]
-        without = [pair for pair, compressed in summed if compressed]
 
         def apply() -> None:
-            self.extended.exchanged = True
-            try:
-                if with_momentum:
-                    update(with_momentum)
-                if without:
-                    with optimizers.suspended_momentum(optimizer):
-                        update(without)
-            finally:
-                self.extended.exchanged = False
+            self._apply(optimizer, exchanged, variables, learning_rate, update)
 
         if exchanged.apply is None:
             apply()
         else:
             tf.cond(exchanged.apply, apply, lambda: None)
+
+    def _apply(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        exchanged: Exchanged,
+        variables: Sequence[Any],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
+    ) -> None:
+        pairs = list(zip(exchanged.gradients, variables, strict=True))
+        self.extended.exchanged = True
+        try:
+            optimizers.update(
+                optimizer, pairs, exchanged.compressed, learning_rate, update
+            )
+        finally:
+            self.extended.exchanged = False
 
     def _share_seed(self) -> None:
         """Give all workers one global seed where the user has set none.
@@ -228,7 +291,7 @@ class _Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             tf.random.set_seed(int(seed))
 
 
-class DenseStrategy(_Strategy):
+class DenseStrategy(BaseStrategy):
     """Plain synchronous data parallelism over several machines, for Keras 3.
 
     Example:
@@ -253,7 +316,7 @@ class DenseStrategy(_Strategy):
         super().__init__(transport, None, Dense)
 
 
-class DGCStrategy(_Strategy):
+class DGCStrategy(BaseStrategy):
     """Deep Gradient Compression: each worker sends its largest gradient elements.
 
     Example:

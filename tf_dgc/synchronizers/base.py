@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import dgc
-from tf_dgc.state import Clock, Counters, StepStats
+from tf_dgc.state import Clock, Counters, StepStats, TensorStats
+from tf_dgc.synchronizers import saving
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
@@ -40,6 +41,11 @@ class Account:
         """Prefix of the names of its collectives."""
         return f"optimizer{self.number}"
 
+    @property
+    def forms(self) -> list[str]:
+        """What every worker must have alike: types and shapes of the variables."""
+        return [f"{v.dtype.name} {v.shape}" for v in self.variables]
+
 
 class Synchronizer(abc.ABC):
     """Exchanges the gradients of any number of optimizers over one transport.
@@ -55,6 +61,7 @@ class Synchronizer(abc.ABC):
             weakref.WeakKeyDictionary()
         )
         self._opened = 0
+        self._restored: list[saving.Record] = []  # for accounts to come
         self._clock = Clock()
 
     def exchange(
@@ -83,33 +90,103 @@ class Synchronizer(abc.ABC):
         key = tuple(id(v) for v in variables)  # names repeat themselves in Keras 3
         if key not in accounts:
             with tf.init_scope():
-                accounts[key] = self._open(variables)
+                accounts[key] = self._open(variables, momentum)
         account = accounts[key]
         exchanged, sent_bytes, sent_elements = self._exchange(
-            account, list(gradients), variables, momentum
+            account, list(gradients), momentum
         )
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
         account.counters.record(tf.stack([sent_bytes, size, sent_elements, elements]))
         return exchanged
 
-    def _open(self, variables: Sequence[Any]) -> Account:
-        listed = {
-            f"variable {i}": f"{v.dtype.name} {v.shape}"
-            for i, v in enumerate(variables)
-        }
-        handshake.agree(self.transport, "trained variables", listed)
+    def _open(self, variables: Sequence[Any], momentum: dgc.Momentum | None) -> Account:
         account = Account(self._opened, list(variables), Counters(self._clock))
+        listed = {f"variable {i}": form for i, form in enumerate(account.forms)}
+        handshake.agree(self.transport, "trained variables", listed)
         self._opened += 1
+        self._prepare(account, momentum)
+        if self._restored:
+            self._check(account, self._restored[0])
+            self._load(account, self._restored.pop(0))
         return account
+
+    def _prepare(self, account: Account, momentum: dgc.Momentum | None) -> None:
+        """Create what a new account's exchanges need, eagerly."""
+        return
+
+    # State: what is kept back, and restored.
+
+    def save(self, path: Any) -> None:
+        """Write this state, of all workers, to a folder. All workers call this."""
+        records = [
+            saving.Record(
+                account.forms,
+                self._step_of(account),
+                {name: v.numpy() for name, v in self._arrays_of(account).items()},
+            )
+            for account in self.accounts()
+        ]
+        saving.save(self.transport, path, [*records, *self._restored])
+
+    def restore(self, path: Any) -> None:
+        """Take over a state that was saved. All workers call this.
+
+        Optimizers that have not exchanged yet get theirs when they do, in the order of
+        their first exchanges.
+
+        Raises:
+            ValueError: the state is not of these variables; nothing was changed.
+        """
+        records = saving.load(self.transport, path)
+        accounts = self.accounts()
+        if len(records) < len(accounts):
+            raise ValueError(
+                f"The state in {path} must be of {len(accounts)} optimizers. Received: "
+                f"field 'accounts' has {len(records)}"
+            )
+        for account, record in zip(accounts, records, strict=False):
+            self._check(account, record)
+        for account, record in zip(accounts, records, strict=False):
+            self._load(account, record)
+        self._restored = records[len(accounts) :]
+
+    def _check(self, account: Account, record: saving.Record) -> None:
+        shapes = {k: v.shape.as_list() for k, v in self._arrays_of(account).items()}
+        saved = {name: list(array.shape) for name, array in record.arrays.items()}
+        for field, own, found in (
+            ("variables", account.forms, record.variables),
+            ("arrays", shapes, saved),
+        ):
+            if own != found:
+                raise ValueError(
+                    f"The restored state does not fit {account.name}: field {field!r} "
+                    f"must be {own}. Received: {found}"
+                )
+
+    def _load(self, account: Account, record: saving.Record) -> None:
+        for name, variable in self._arrays_of(account).items():
+            variable.assign(record.arrays[name])
+
+    def _arrays_of(self, account: Account) -> dict[str, tf.Variable]:
+        """Return by name what is saved of an account, float32."""
+        return {}
+
+    def _step_of(self, account: Account) -> int:
+        """Return how many exchanges count towards an account's schedule."""
+        return 0
+
+    def flush(self, owner: object) -> list[tuple[Exchanged, Sequence[Any]]]:
+        """Sum up and clear what all workers keep back for an owner.
+
+        Returns:
+            For each of the owner's accounts gradients and their variables, if any.
+        """
+        return []
 
     @abc.abstractmethod
     def _exchange(
-        self,
-        account: Account,
-        gradients: list[Any],
-        variables: Sequence[Any],
-        momentum: dgc.Momentum | None,
+        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         """Exchange; return also the bytes and elements that this worker sent."""
 
@@ -118,9 +195,17 @@ class Synchronizer(abc.ABC):
         found = [a for owned in self._owners.values() for a in owned.values()]
         return sorted(found, key=lambda account: account.number)
 
+    def accounts_of(self, owner: Any) -> list[Account]:
+        """Return the accounts of an owner, in the same order."""
+        return list(self._owners.get(owner, {}).values())
+
     def residual_norm(self) -> tf.Tensor:
         """Return the Euclidean norm of what is kept back, shape [], float32."""
         return tf.zeros([])
+
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return this worker's figures of each compressed tensor."""
+        return []
 
     def stats(self, total: bool = False) -> StepStats:
         """Return this worker's figures of the last step, or summed over all steps."""
@@ -130,9 +215,14 @@ class Synchronizer(abc.ABC):
         return StepStats._make([*figures, self.residual_norm()])
 
     def _sum_dense(
-        self, gradients: list[Any], name: str
+        self, gradients: list[Any], variables: Sequence[Any], name: str
     ) -> tuple[list[Any], tf.Tensor, tf.Tensor]:
         """Sum tensors in one fused reduction, IndexedSlices by gathering them.
+
+        Args:
+            gradients: of this worker.
+            variables: what they belong to.
+            name: prefix of the names of the collectives.
 
         Returns:
             The sums, and the bytes and elements that this worker sent.
@@ -144,9 +234,12 @@ class Synchronizer(abc.ABC):
         )
         for i, tensor in zip(dense, reduced, strict=True):
             summed[i] = tensor
-        sent = [gradients[i] for i in dense]
-        elements: Any = sum(g.shape.num_elements() for g in sent)
-        size: Any = sum(g.shape.num_elements() * g.dtype.size for g in sent)
+        counts = [variables[i].shape.num_elements() for i in dense]
+        elements: Any = sum(counts)
+        size: Any = sum(
+            count * gradients[i].dtype.size
+            for count, i in zip(counts, dense, strict=True)
+        )
         for i, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
                 summed[i] = self.transport.sum_slices(gradient, f"{name}.slices{i}")

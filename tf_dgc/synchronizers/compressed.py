@@ -4,6 +4,7 @@ Axes: P arena elements, N workers.
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +14,12 @@ import tensorflow as tf
 from tf_dgc import dgc, packing, schedules, sparsify
 from tf_dgc import layout as layout_lib
 from tf_dgc.config import DGCConfig
-from tf_dgc.state import ArenaState
+from tf_dgc.state import ArenaState, Coverage, TensorStats
+from tf_dgc.synchronizers import saving
 from tf_dgc.synchronizers.base import Account, Exchanged, Synchronizer
 from tf_dgc.transports.base import Transport
+
+_logger = logging.getLogger("tf_dgc")
 
 
 class Arena(NamedTuple):
@@ -24,6 +28,8 @@ class Arena(NamedTuple):
     indices: list[int]
     layout: layout_lib.Layout
     state: ArenaState
+    coverage: Coverage
+    corrects: bool  # u and v are steps of SGD, not gradients
 
 
 class DeepGradientCompression(Synchronizer):
@@ -36,42 +42,116 @@ class DeepGradientCompression(Synchronizer):
             weakref.WeakKeyDictionary()
         )
 
+    def _arrays_of(self, account: Account) -> dict[str, tf.Variable]:
+        arena = self.arenas[account]
+        unit = "steps" if arena.corrects else "gradients"
+        return {f"{k} of {unit}": v for k, v in arena.state.arrays().items()}
+
+    def _step_of(self, account: Account) -> int:
+        return int(self.arenas[account].state.step)
+
+    def _load(self, account: Account, record: saving.Record) -> None:
+        super()._load(account, record)
+        self.arenas[account].state.step.assign(record.step)
+
+    def flush(self, owner: object) -> list[tuple[Exchanged, Sequence[Any]]]:
+        """Sum up and clear the residuals of an owner on all workers, eagerly."""
+        found: list[tuple[Exchanged, Sequence[Any]]] = []
+        for account in self.accounts_of(owner):
+            indices, layout, state, _, corrects = self.arenas[account]
+            if not indices:
+                continue
+            (summed,) = self.transport.all_reduce(
+                [state.residual.read_value()], f"{account.name}.flush"
+            )
+            state.clear(self.config.momentum_masking)
+            variables = [account.variables[i] for i in indices]
+            gradients = layout_lib.unflatten(layout, summed)
+            corrected = [corrects] * len(indices)
+            found.append((Exchanged(gradients, corrected, None), variables))
+        return found
+
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return this worker's figures of each compressed tensor, eagerly."""
+        found = []
+        for account in self.accounts():
+            coverage = self.arenas[account].coverage
+            found += coverage.stats()
+            if reset:
+                coverage.reset()
+        return found
+
     def residual_norm(self) -> tf.Tensor:
         """Return the Euclidean norm of what is kept back, shape [], float32."""
         kept = [self.arenas[account].state.residual for account in self.accounts()]
         return tf.linalg.global_norm(kept) if kept else tf.zeros([])
 
-    def _make_arena(self, variables: Sequence[Any], with_velocity: bool) -> Arena:
-        shapes = [v.shape.as_list() for v in variables]
+    def _prepare(self, account: Account, momentum: dgc.Momentum | None) -> None:
+        shapes = [v.shape.as_list() for v in account.variables]
+        least = self.config.min_elements
         indices = [
             i
-            for i, v in enumerate(variables)
-            if layout_lib.is_compressed(shapes[i], v.dtype, self.config.min_elements)
+            for i, v in enumerate(account.variables)
+            if layout_lib.is_compressed(shapes[i], v.dtype, least)
         ]
-        layout = layout_lib.build([(variables[i].name, shapes[i]) for i in indices])
-        state = ArenaState(layout, with_velocity, self.transport.device)
-        return Arena(indices, layout, state)
+        layout = layout_lib.build(
+            [(account.variables[i].name, shapes[i]) for i in indices]
+        )
+        device = self.transport.device
+        corrects = self.config.momentum_correction and momentum is not None
+        with_velocity = corrects and momentum is not None and momentum.factor != 0
+        state = ArenaState(self._arena_shape(layout), with_velocity, device)
+        coverage = Coverage(layout, device)
+        self.arenas[account] = Arena(indices, layout, state, coverage, corrects)
+        self._tell_dense_stages(layout)
+
+    def _tell_dense_stages(self, layout: layout_lib.Layout) -> None:
+        workers = self.transport.size
+        dense = [
+            f"{stage.sparsity:.2%}"
+            for stage in schedules.stages(self.config)
+            if stage.sparsity
+            and layout.size
+            and not dgc.message_format(
+                layout, stage.sparsity, self.config, workers
+            ).slots
+        ]
+        if dense and self.transport.rank == 0:
+            _logger.warning(
+                "Exchanged densely, as messages would cost more on %d workers: the "
+                "stages of sparsity %s",
+                workers,
+                ", ".join(dense),
+            )
+
+    def _arena_shape(self, layout: layout_lib.Layout) -> list[int]:
+        """Return the shape of u and v in this process."""
+        return [layout.size]
 
     def _exchange(
-        self,
-        account: Account,
-        gradients: list[Any],
-        variables: Sequence[Any],
-        momentum: dgc.Momentum | None,
+        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
-        if not self.config.momentum_correction:
+        config, variables = self.config, account.variables
+        if not config.momentum_correction:
             momentum = None
-        if account not in self.arenas:
-            self.arenas[account] = self._make_arena(variables, momentum is not None)
         arena = self.arenas[account]
-        nonfinite = dgc.first_nonfinite(gradients)
-        if self.config.clip_norm is not None:
-            gradients = dgc.clip(gradients, self.config.clip_norm, self.transport.size)
+        rest = [i for i in range(len(gradients)) if i not in arena.indices]
+
+        def prepare(gradients: list[Any], state: dgc.State) -> Any:
+            nonfinite = dgc.first_nonfinite(gradients)
+            if config.clip_norm is not None:
+                gradients = dgc.clip(gradients, config.clip_norm, self.transport.size)
+            compressed = [tf.convert_to_tensor(gradients[i]) for i in arena.indices]
+            gradient = layout_lib.flatten(arena.layout, compressed)
+            state = dgc.accumulate(state, gradient, momentum)
+            return [gradients[i] for i in rest], nonfinite, state
+
+        remaining, nonfinite, state = self._each(prepare, gradients, arena.state.read())
         summed, flags, size, elements = self._compress(
-            arena, gradients, nonfinite, momentum, account.name
+            arena, state, nonfinite, account.name
         )
         ok = tf.reduce_all(flags == 0)
-        if self.config.nonfinite == "raise":
+        if config.nonfinite == "raise":
             names = [v.name for v in variables]
             with tf.control_dependencies([_refuse(flags, arena.state.step, names)]):
                 ok = tf.identity(ok)
@@ -80,9 +160,8 @@ class DeepGradientCompression(Synchronizer):
             arena.indices, layout_lib.unflatten(arena.layout, summed), strict=True
         ):
             result[i] = tf.cast(gradient, gradients[i].dtype)
-        rest = [i for i in range(len(gradients)) if i not in arena.indices]
         reduced, dense_size, dense_elements = self._sum_dense(
-            [gradients[i] for i in rest], account.name
+            remaining, [variables[i] for i in rest], account.name
         )
         for i, gradient in zip(rest, reduced, strict=True):
             result[i] = gradient
@@ -90,13 +169,12 @@ class DeepGradientCompression(Synchronizer):
         exchanged = Exchanged(result, corrected, ok)
         return exchanged, size + dense_size, elements + dense_elements
 
+    def _each(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run a pure function for every worker that this process is."""
+        return fn(*args)
+
     def _compress(
-        self,
-        arena: Arena,
-        gradients: list[Any],
-        nonfinite: tf.Tensor,
-        momentum: dgc.Momentum | None,
-        name: str,
+        self, arena: Arena, state: dgc.State, nonfinite: tf.Tensor, name: str
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the summed arena [P], flags of all workers [N], bytes and elements.
 
@@ -104,13 +182,9 @@ class DeepGradientCompression(Synchronizer):
         """
         stages = schedules.stages(self.config)
         step = arena.state.step.read_value()
-        gradient = layout_lib.flatten(
-            arena.layout, [tf.convert_to_tensor(gradients[i]) for i in arena.indices]
-        )
-        state = dgc.accumulate(arena.state.read(), gradient, momentum)
         branches: list[Callable[[], Any]] = [
             functools.partial(
-                self._stage, stage, arena.layout, state, step, nonfinite, f"{name}.{i}"
+                self._stage, stage, arena, state, step, nonfinite, f"{name}.{i}"
             )
             for i, stage in enumerate(stages)
         ]
@@ -126,48 +200,47 @@ class DeepGradientCompression(Synchronizer):
     def _stage(
         self,
         stage: schedules.Stage,
-        layout: layout_lib.Layout,
+        arena: Arena,
         state: dgc.State,
         step: tf.Tensor,
         nonfinite: tf.Tensor,
         name: str,
     ) -> tuple[tf.Tensor, tf.Tensor, dgc.State, tf.Tensor, tf.Tensor]:
         """One step at one sparsity: select, send, sum, keep."""
-        config, workers = self.config, self.transport.size
+        config, workers, layout = self.config, self.transport.size, arena.layout
         form = dgc.message_format(layout, stage.sparsity, config, workers)
-        if form.slots:
-            selection = dgc.select(state, layout, stage.sparsity, config, step)
-        else:
-            selection = dgc.Selection(
-                tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
-            )
-        checksum = layout_lib.checksum(layout)
-        message = packing.pack(
-            form, *selection, checksum=checksum, step=step, nonfinite=nonfinite
+        send = functools.partial(
+            dgc.send,
+            form=form,
+            layout=layout,
+            sparsity=stage.sparsity,
+            config=config,
+            step=step,
         )
+        message, after = self._each(send, state, nonfinite)
         messages = self.transport.all_gather(message, f"{name}.message")
         received = [packing.unpack(form, messages[rank]) for rank in range(workers)]
-        with tf.control_dependencies([_refuse_strangers([h for h, _, _ in received])]):
-            flags = tf.stack([header.nonfinite for header, _, _ in received])
+        headers, positions, values = zip(*received, strict=True)
+        with tf.control_dependencies([_refuse_strangers(headers)]):
+            flags = tf.stack([header.nonfinite for header in headers])
         if form.slots or not layout.size:
-            summed = sparsify.scatter_sum(
-                [positions for _, positions, _ in received],
-                [tf.cast(values, tf.float32) for _, _, values in received],
-                layout.size,
-            )
-            after = dgc.keep(state, selection, config.momentum_masking)
-            elements, size = tf.size(selection.positions, tf.int64), form.bytes
+            floats = [
+                packing.decoded(part, header.exponent)
+                for part, header in zip(values, headers, strict=True)
+            ]
+            summed = sparsify.scatter_sum(positions, floats, layout.size)
+            elements = tf.cast(headers[self.transport.rank].count, tf.int64)
+            arena.coverage.record(positions[self.transport.rank])
+            size = form.bytes
         else:
             (summed,) = self.transport.all_reduce([state.residual], f"{name}.arena")
-            # A stage that only runs dense because that is cheaper keeps its momentum.
-            masking = config.momentum_masking and stage.sparsity == 0
-            after = dgc.keep_nothing(state, masking)
             elements = tf.constant(layout.elements, tf.int64)
+            arena.coverage.record_all()
             size = form.bytes + 4 * layout.size
         return flags, summed, after, tf.constant(size, tf.int64), elements
 
 
-def _refuse_strangers(headers: list[packing.Header]) -> Any:
+def _refuse_strangers(headers: Sequence[packing.Header]) -> Any:
     """Raise InvalidArgumentError where messages do not belong to the same step."""
     marks = tf.stack([[h.format, h.checksum, h.step] for h in headers])
     return tf.debugging.Assert(

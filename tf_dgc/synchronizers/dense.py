@@ -1,6 +1,5 @@
 """Everything is exchanged."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,11 +12,9 @@ class Dense(Synchronizer):
     """Plain synchronous data parallelism."""
 
     def _exchange(
-        self,
-        account: Account,
-        gradients: list[Any],
-        variables: Sequence[Any],
-        momentum: dgc.Momentum | None,
+        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
-        summed, size, elements = self._sum_dense(gradients, account.name)
+        summed, size, elements = self._sum_dense(
+            gradients, account.variables, account.name
+        )
         return Exchanged(summed, [False] * len(summed), None), size, elements

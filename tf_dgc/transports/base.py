@@ -55,6 +55,11 @@ class Transport(abc.ABC):
     size: int
     device: str
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process to agree with."""
+        return self.size == 1
+
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers.

@@ -1,0 +1,341 @@
+#!/usr/bin/env python
+"""Train densely and compressed at equal epochs and compare; write a table and a plot.
+
+    scripts/parity.py cifar10 --epochs 24 --seeds 1 2 3 --rows dense dgc
+    scripts/parity.py text --jobs 2 --rows dense dgc rate_1:learning_rate=1.0
+
+Trains a ResNet-8 on CIFAR-10, or an LSTM language model on characters, on logical
+workers in one process (`tf_dgc.simulate`). A row of the table is a name from ROWS
+below, or a name of one's own with settings: of DGCConfig or of the task (learning_rate,
+batch_size, ...); `warmup_epochs` is counted in epochs.
+
+Each run leaves a JSON file in the folder of results. Runs that are there are not
+repeated, so that a table can grow; table.md and plot.png show all that is there.
+
+References:
+    Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018,
+    https://arxiv.org/abs/1712.01887
+    Karpathy: char-rnn, https://github.com/karpathy/char-rnn (the text)
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+
+TEXT = "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"
+ROWS: dict[str, dict[str, Any]] = {
+    # Keras's own momentum on the sum of the gradients: plain synchronous SGD.
+    "dense": {"sparsity": 0.0, "momentum_correction": False, "warmup_epochs": 0},
+    "dgc": {},
+    "dgc_99": {"sparsity": 0.99},
+    "no_correction": {"momentum_correction": False},
+    "no_masking": {"momentum_masking": False},
+    "no_warmup": {"warmup_epochs": 0},
+    "float16": {"value_dtype": "float16"},
+}
+TASKS: dict[str, dict[str, Any]] = {
+    "cifar10": {
+        "batch_size": 128,
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 1e-3,
+        "clip_norm": None,
+        "min_elements": 0,
+    },
+    "text": {
+        "batch_size": 32,
+        "learning_rate": 2.0,
+        "momentum": 0.9,
+        "weight_decay": None,
+        "clip_norm": 0.25,
+        "min_elements": 0,
+    },
+}
+COMMON: dict[str, Any] = {"sparsity": 0.999}
+
+
+def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
+    """Returns all settings of a row; `row` is NAME or NAME:key=value,..."""
+    name, _, own = row.partition(":")
+    settings = COMMON | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
+    settings |= ROWS.get(name, {})
+    for item in own.split(",") if own else []:
+        key, _, value = item.partition("=")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except ValueError:
+            settings[key] = value
+    return settings
+
+
+def load_images(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
+    """Returns training data, unseen data, steps of an epoch, and the model's maker."""
+    import cifar10
+    import numpy as np
+    import tensorflow as tf
+
+    train, test = cifar10.load(args.data, args.limit)
+    if (factor := 32 // args.image_size) > 1:  # means of squares of pixels
+
+        def shrink(images: np.ndarray) -> np.ndarray:
+            blocks = [len(images), args.image_size, factor, args.image_size, factor, 3]
+            return images.reshape(blocks).mean(axis=(2, 4)).astype(np.uint8)
+
+        train, test = (shrink(train[0]), train[1]), (shrink(test[0]), test[1])
+    size, pad = args.image_size, args.image_size // 8
+
+    def augment(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        count = tf.shape(images)[0]
+        for axis in (1, 2):
+            padding = [[0, 0]] * axis + [[pad, pad]] + [[0, 0]] * (3 - axis)
+            start = tf.random.uniform([count, 1], 0, 2 * pad + 1, tf.int32)
+            places = start + tf.range(size)
+            images = tf.gather(tf.pad(images, padding), places, axis=axis, batch_dims=1)
+        mirror = tf.random.uniform([count, 1, 1, 1]) < 0.5
+        return tf.where(mirror, tf.reverse(images, [2]), images), labels
+
+    batch = args.batch_size
+    data = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0]))
+    data = data.batch(batch, drop_remainder=True).map(augment)
+    unseen = tf.data.Dataset.from_tensor_slices(test).batch(500)
+    return data, unseen, len(train[0]) // batch, lambda: cifar10.build(1, size)
+
+
+def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
+    """Returns the same for text: a tenth of it, the end, is unseen."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    file = args.data or keras.utils.get_file("shakespeare.txt", TEXT)
+    text = pathlib.Path(file).read_text()
+    characters = sorted(set(text))
+    codes = np.array([characters.index(c) for c in text[: args.limit]], np.int32)
+    length = 64
+    cut = len(codes) * 9 // 10
+
+    def windows(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count = (len(part) - 1) // length
+        inputs = part[: count * length].reshape(count, length)
+        return inputs, part[1 : count * length + 1].reshape(count, length)
+
+    train, test = windows(codes[:cut]), windows(codes[cut:])
+    data = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0]))
+    data = data.batch(args.batch_size, drop_remainder=True)
+    unseen = tf.data.Dataset.from_tensor_slices(test).batch(200, drop_remainder=True)
+
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((length,), dtype="int32"),
+                keras.layers.Embedding(len(characters), 64),
+                keras.layers.LSTM(128, return_sequences=True, unroll=True),
+                keras.layers.LSTM(128, return_sequences=True, unroll=True),
+                keras.layers.Dense(len(characters), activation="softmax"),
+            ]
+        )
+
+    return data, unseen, len(train[0]) // args.batch_size, build
+
+
+def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
+    """Returns what one run gave."""
+    import keras
+    import tensorflow as tf
+
+    import tf_dgc
+    from tf_dgc import simulate
+
+    if args.threads:
+        tf.config.threading.set_intra_op_parallelism_threads(args.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(args.threads)
+    settings = settings_of(args, row)
+    args.batch_size = settings["batch_size"]
+    keras.utils.set_random_seed(seed)
+    load = load_images if args.task == "cifar10" else load_text
+    data, unseen, steps, build = load(args)
+    known = {field.name for field in dataclasses.fields(tf_dgc.DGCConfig)}
+    own = {key: value for key, value in settings.items() if key in known}
+    own["warmup_steps"] = round(settings["warmup_epochs"] * steps)
+    strategy = simulate.SimulatedStrategy(args.workers, tf_dgc.DGCConfig(**own))
+    with strategy.scope():
+        model = build()
+        sgd = keras.optimizers.SGD(
+            keras.optimizers.schedules.CosineDecay(
+                settings["learning_rate"], args.epochs * steps
+            ),
+            momentum=settings["momentum"],
+            weight_decay=settings["weight_decay"],
+        )
+        model.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    start = time.monotonic()
+    history = model.fit(
+        data, epochs=args.epochs, validation_data=unseen, verbose=args.verbose
+    ).history
+    seconds = time.monotonic() - start
+    total = strategy.stats(total=True)
+    strategy.flush(model)
+    flushed = model.evaluate(unseen, return_dict=True, verbose=0)
+    return {
+        "task": args.task,
+        "row": row.partition(":")[0],
+        "settings": settings,
+        "seed": seed,
+        "epochs": args.epochs,
+        "workers": args.workers,
+        "steps": steps * args.epochs,
+        "parameters": model.count_params(),
+        "history": history,
+        "flushed": {f"val_{name}": [value] for name, value in flushed.items()},
+        "sent_bytes": int(total.sent_bytes),
+        "dense_bytes": int(total.dense_bytes),
+        "seconds": round(seconds),
+    }
+
+
+def file_of(args: argparse.Namespace, row: str, seed: int) -> pathlib.Path:
+    """Returns the file of a run's results."""
+    name = f"{args.task}-{row}-{args.epochs}epochs-{args.workers}workers-seed{seed}"
+    return args.results / (name.replace(":", "-").replace("/", "-") + ".json")
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Runs what is missing, each in a process of its own; returns how many failed."""
+    wanted = [(row, seed) for seed in args.seeds for row in args.rows]
+    missing = [pair for pair in wanted if not file_of(args, *pair).exists()]
+
+    def run(pair: tuple[str, int]) -> bool:
+        row, seed = pair
+        own = ["--rows", row, "--one", str(seed)]
+        command = [sys.executable, __file__, *sys.argv[1:], *own]
+        ok = subprocess.run(command, check=False).returncode == 0
+        print(f"{row}, seed {seed}: {'done' if ok else 'FAILED'}", flush=True)
+        return ok
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        return sum(not ok for ok in pool.map(run, missing))
+
+
+def figure_of(task: str, logs: dict[str, list[float]]) -> list[float]:
+    """Returns accuracy in percent, or perplexity, on unseen data."""
+    if task == "text":
+        return [math.exp(loss) for loss in logs["val_loss"]]
+    return [100 * accuracy for accuracy in logs["val_accuracy"]]
+
+
+def report(folder: pathlib.Path) -> None:
+    """Writes table.md and plot.png about all results in a folder."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        result = json.loads(file.read_text())
+        key = (result["task"], result["epochs"], result["row"])
+        groups.setdefault(key, []).append(result)
+    columns = "task epochs row seeds mean spread flushed traffic settings".split()
+    table = [columns, ["---"] * len(columns)]
+    for (task, epochs, row), results in groups.items():
+        last = [figure_of(task, result["history"])[-1] for result in results]
+        flushed = [figure_of(task, result["flushed"])[0] for result in results]
+        sent = sum(result["sent_bytes"] for result in results)
+        dense = sum(result["dense_bytes"] for result in results)
+        usual = COMMON | TASKS[task]
+        changed = [
+            f"{key}={value}"
+            for key, value in results[0]["settings"].items()
+            if key not in usual or usual[key] != value
+        ]
+        cells = [task, epochs, row, len(last), f"{statistics.mean(last):.2f}"]
+        cells += [f"{min(last):.2f} to {max(last):.2f}"]
+        cells += [f"{statistics.mean(flushed):.2f}", f"1/{dense / sent:.1f}"]
+        table.append([*map(str, cells), ", ".join(changed)])
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
+    (folder / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    draw(groups, folder / "plot.png")
+
+
+def draw(groups: dict[tuple[Any, ...], list[dict[str, Any]]], file: Any) -> None:
+    """Draws the mean of the seeds over epochs, a panel for each task and length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted({key[:2] for key in groups})
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for key, results in groups.items():
+            if key[:2] != panel:
+                continue
+            runs = [figure_of(key[0], result["history"]) for result in results]
+            curves = list(zip(*runs, strict=True))
+            epochs = range(1, len(curves) + 1)
+            axis.plot(epochs, [statistics.mean(c) for c in curves], label=key[2])
+            lowest, highest = [min(c) for c in curves], [max(c) for c in curves]
+            axis.fill_between(epochs, lowest, highest, alpha=0.2)
+        what = "perplexity" if panel[0] == "text" else "accuracy, %"
+        axis.set(xlabel="epoch", ylabel=f"{what}, unseen data", title=f"{panel[0]}")
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument(
+        "--rows", nargs="*", metavar="ROW", default=list(ROWS), help="of the table"
+    )
+    parser.add_argument("--data", metavar="FILE", help="images (npz) or text")
+    parser.add_argument("--epochs", type=int, default=24)
+    parser.add_argument("--warmup-epochs", type=float, default=2)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--image-size", type=int, choices=(8, 16, 32), default=32)
+    parser.add_argument("--limit", type=int, help="use so much of the data only")
+    parser.add_argument("--results", type=pathlib.Path, default="parity")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--threads", type=int, help="of each run")
+    parser.add_argument("--verbose", type=int, default=0, help="as in Model.fit")
+    parser.add_argument("--one", type=int, metavar="SEED", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for row in args.rows:
+        name, _, own = row.partition(":")
+        if name not in ROWS and not own:
+            parser.error(f"ROW must be one of {', '.join(ROWS)}, or NAME:key=value,...")
+    return args
+
+
+def main() -> int:
+    """Runs and reports; returns the exit status."""
+    args = arguments()
+    args.results.mkdir(parents=True, exist_ok=True)
+    if args.one is not None:
+        (row,) = args.rows
+        result = train(args, row, args.one)
+        file_of(args, row, args.one).write_text(json.dumps(result, indent=1))
+        return 0
+    failed = run_all(args)
+    report(args.results)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A job that may be killed and started again: run as a worker process.
+
+    python tests/backup.py FOLDER [--kill-rank 1 --kill-step 13]
+
+The last line of stdout is a JSON object with a checksum of all variables.
+"""
+
+import argparse
+import json
+import os
+import signal
+import zlib
+from typing import Any
+
+import features
+import keras
+
+import tf_dgc
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--kill-rank", type=int)
+    parser.add_argument("--kill-step", type=int)
+    args = parser.parse_args()
+    config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=6)
+    strategy = tf_dgc.DGCStrategy(config)
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)
+        model = features.mlp(*layers)
+        rate = keras.optimizers.schedules.CosineDecay(0.05, 40)
+        model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse")
+    steps = iter(range(10**6))
+    epochs: list[int] = []
+
+    def maybe_die(batch: int, logs: Any = None) -> None:
+        if next(steps) == args.kill_step and strategy.rank == args.kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=maybe_die,
+        on_epoch_begin=lambda epoch, logs: epochs.append(epoch),
+    )
+    # A folder for each worker: they need not share a disk.
+    folder = os.path.join(args.folder, str(strategy.rank))
+    backup = tf_dgc.callbacks.BackupState(folder)
+    callbacks = [watch, backup, tf_dgc.callbacks.CompressionStats()]
+    data = features.batches()
+    model.fit(data, epochs=5, verbose=0, shuffle=False, callbacks=callbacks)
+    crc = zlib.crc32(b"".join(v.numpy().tobytes() for v in model.variables))
+    found = {"rank": strategy.rank, "epochs": epochs, "crc": crc}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A job that is killed and started again ends as one that was never killed."""
+
+import tempfile
+import unittest
+from typing import Any
+
+import launch
+import pytest
+from absl.testing import parameterized
+
+SCRIPT = str(launch.ROOT / "tests" / "backup.py")
+
+
+@pytest.mark.processes
+class BackupTest(parameterized.TestCase, unittest.TestCase):
+    @parameterized.parameters(("collective", 1, 10), ("hybrid", 0, 7))
+    def test_sigkill_at_any_step_changes_nothing(
+        self, launcher: str, rank: int, step: int
+    ) -> None:
+        if launcher != "collective" and launch.horovod_missing():
+            self.skipTest(launch.horovod_missing())
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        options: dict[str, Any] = {"launcher": launcher, "timeout": 200}
+        expected = launch.results(launch.run(SCRIPT, folder, **options))
+        die = "--kill-rank", str(rank), "--kill-step", str(step)
+        killed = launch.run(SCRIPT, folder, *die, **options)
+        self.assertNotEqual(killed.returncode, 0)
+        found = launch.results(launch.run(SCRIPT, folder, **options))
+        for one, two in zip(expected, found, strict=True):
+            self.assertEqual(one["crc"], two["crc"])
+            self.assertEqual(two["epochs"], list(range(step // 4, 5)))
+
+
+if __name__ == "__main__":
+    unittest.main()

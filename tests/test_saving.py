@@ -1,0 +1,265 @@
+"""State over restarts, with several workers as threads: law 7, and what is owed."""
+
+import pathlib
+import tempfile
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from loopback import Loopback, Owner, outcomes, run_workers
+
+from tf_dgc.config import DGCConfig
+from tf_dgc.dgc import Momentum
+from tf_dgc.synchronizers import DeepGradientCompression, Dense
+from tf_dgc.transports.local import LocalTransport
+
+SHAPES = ((16, 8), (5,), (40, 3))
+MOMENTUM = Momentum(0.9, False)
+
+
+def gradients_of(rank: int, step: int) -> list[tf.Tensor]:
+    random = np.random.default_rng([rank, step])
+    return [tf.constant(random.normal(size=s), tf.float32) for s in SHAPES]
+
+
+class Worker:
+    """A synchronizer with one optimizer, as a process has it."""
+
+    def __init__(self, transport: Any, **settings: Any) -> None:
+        defaults = {"sparsity": 0.95, "min_elements": 0, "warmup_steps": 3}
+        config = DGCConfig(**(defaults | settings))
+        self.rank = transport.rank
+        self.synchronizer = DeepGradientCompression(transport, config)
+        self.owner = Owner()
+        self.variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+
+    def step(self, number: int, momentum: Momentum | None = MOMENTUM) -> list[Any]:
+        own = gradients_of(self.rank, number)
+        exchange = self.synchronizer.exchange
+        found = exchange(self.owner, own, self.variables, momentum)
+        return [gradient.numpy() for gradient in found.gradients]
+
+    @property
+    def state(self) -> list[np.ndarray]:
+        """Velocity, residual and step."""
+        (arena,) = self.synchronizer.arenas.values()
+        return [v.numpy() for v in (*arena.state.arrays().values(), arena.state.step)]
+
+
+class RestoreTest(parameterized.TestCase, tf.test.TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.folder = (
+            pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "state"
+        )
+
+    def save_after(self, steps: int, workers: int, **settings: Any) -> list[Any]:
+        """Train and save; return each worker's state."""
+
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, **settings)
+            for step in range(steps):
+                worker.step(step)
+            worker.synchronizer.save(self.folder)
+            return worker.state
+
+        return run_workers(workers, work)
+
+    @parameterized.product(workers=[1, 2, 3], saved_at=[1, 2, 5], early=[True, False])
+    def test_goes_on_as_if_it_had_never_stopped(
+        self, workers: int, saved_at: int, early: bool
+    ) -> None:
+        def uninterrupted(transport: Loopback) -> list[Any]:
+            worker = Worker(transport)
+            return [worker.step(step) for step in range(8)][saved_at:] + worker.state
+
+        def restored(transport: Loopback) -> list[Any]:
+            worker = Worker(transport)
+            if not early:  # the optimizer has been seen before
+                worker.step(99)
+            worker.synchronizer.restore(self.folder)
+            return [worker.step(step) for step in range(saved_at, 8)] + worker.state
+
+        self.save_after(saved_at, workers)
+        expected = run_workers(workers, uninterrupted)
+        for one, two in zip(expected, run_workers(workers, restored), strict=True):
+            self.assertAllEqual(
+                [a.tobytes() for a in tf.nest.flatten(one)],
+                [a.tobytes() for a in tf.nest.flatten(two)],
+            )
+
+    @parameterized.product(before=[1, 2, 3, 4], after=[1, 2, 3, 4])
+    def test_on_another_number_of_workers_the_sum_stays(
+        self, before: int, after: int
+    ) -> None:
+        saved = self.save_after(5, before)
+
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport)
+            worker.step(0)
+            worker.synchronizer.restore(self.folder)
+            return worker.state
+
+        found = run_workers(after, work)
+        for part in range(2):
+            total = sum(state[part].astype(np.float64) for state in saved)
+            self.assertAllClose(sum(state[part] for state in found), total, 1e-6, 1e-6)
+            if before != after:
+                for state in found:
+                    self.assertAllEqual(state[part], found[0][part])
+        self.assertEqual({int(state[2]) for state in found}, {5})
+
+    def test_may_be_saved_again_before_the_first_step(self) -> None:
+        self.save_after(4, 1)
+        first = Worker(LocalTransport())
+        first.synchronizer.restore(self.folder)
+        second_folder = self.folder.with_name("again")
+        first.synchronizer.save(second_folder)
+        second = Worker(LocalTransport())
+        second.synchronizer.restore(second_folder)
+        self.assertAllEqual(first.step(4)[0], second.step(4)[0])
+
+    def test_each_optimizer_gets_its_own(self) -> None:
+        def two(transport: Any) -> tuple[Worker, Worker]:
+            one, other = Worker(transport), Worker(transport)
+            other.synchronizer = one.synchronizer
+            return one, other
+
+        one, other = two(LocalTransport())
+        one.step(0), other.step(1), one.step(2)
+        one.synchronizer.save(self.folder)
+        again, another = two(LocalTransport())
+        again.synchronizer.restore(self.folder)
+        for worker, restored in ((one, again), (other, another)):
+            self.assertAllEqual(worker.step(3)[0], restored.step(3)[0])
+
+    def test_dense_training_has_nothing_to_save(self) -> None:
+        variables = [tf.Variable(tf.zeros([3]))]
+        for _ in range(2):
+            synchronizer, owner = Dense(LocalTransport()), Owner()
+            synchronizer.exchange(owner, [tf.ones([3])], variables)
+            synchronizer.save(self.folder)
+            synchronizer.restore(self.folder)
+
+    @parameterized.parameters(
+        ({"min_elements": 125}, MOMENTUM, "field 'arrays' must be"),
+        ({"momentum_correction": False}, MOMENTUM, "field 'arrays' must be"),
+        ({}, None, "field 'arrays' must be"),
+    )
+    def test_state_of_other_settings_is_refused(
+        self, settings: dict[str, Any], momentum: Momentum | None, message: str
+    ) -> None:
+        self.save_after(4, 1)
+        for early in (True, False):
+            worker = Worker(LocalTransport(), **settings)
+            with self.assertRaisesRegex(ValueError, f"optimizer0: {message}"):
+                if not early:
+                    worker.step(0, momentum)
+                worker.synchronizer.restore(self.folder)
+                worker.step(0, momentum)
+
+    def test_state_of_other_variables_is_refused(self) -> None:
+        self.save_after(4, 1)
+        worker = Worker(LocalTransport())
+        worker.variables[1] = tf.Variable(tf.zeros([5], tf.float64))
+        worker.synchronizer.restore(self.folder)
+        with self.assertRaisesRegex(ValueError, "field 'variables' must be .*float64"):
+            worker.step(0)
+
+    def test_state_of_fewer_optimizers_is_refused_and_changes_nothing(self) -> None:
+        self.save_after(4, 1)
+        worker = Worker(LocalTransport())
+        worker.step(0)
+        other = Worker(LocalTransport())
+        other.synchronizer = worker.synchronizer
+        other.step(1)
+        (first, second) = worker.synchronizer.arenas.values()
+        before = [first.state.residual.numpy(), second.state.residual.numpy()]
+        with self.assertRaisesRegex(ValueError, "field 'accounts' has 1"):
+            worker.synchronizer.restore(self.folder)
+        self.assertAllEqual(first.state.residual, before[0])
+        self.assertAllEqual(second.state.residual, before[1])
+
+    def test_a_file_that_one_worker_cannot_read_stops_all(self) -> None:
+        self.save_after(4, 3)
+        (self.folder / "rank-00001.npz").write_bytes(b"PK")
+
+        def work(transport: Loopback) -> None:
+            Worker(transport).synchronizer.restore(self.folder)
+
+        zero, one, two = outcomes(3, work)
+        self.assertIsInstance(one, ValueError)
+        self.assertRegex(str(one), "^.*rank-00001.npz: not a file of state")
+        for other in (zero, two):
+            self.assertIsInstance(other, ValueError)
+            self.assertRegex(str(other), "rank-00001.npz: .* on ranks .1.")
+
+    def test_a_disk_that_one_worker_cannot_write_to_stops_all(self) -> None:
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport)
+            worker.step(0)
+            folder = self.folder / str(transport.rank)
+            if transport.rank == 1:
+                folder.parent.mkdir(exist_ok=True)
+                folder.write_text("a file, no folder")
+            worker.synchronizer.save(folder)
+
+        zero, one = outcomes(2, work)
+        self.assertIsInstance(one, OSError)
+        self.assertRegex(str(zero), "outcome of save_state.*on ranks .1.")
+        self.assertFalse((self.folder / "0" / "manifest.json").exists())
+
+    def test_workers_that_see_different_states_stop(self) -> None:
+        for name, steps in (("0", 2), ("1", 3)):
+            self.folder = self.folder.with_name(name)
+            self.save_after(steps, 2)
+
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport)
+            worker.synchronizer.restore(self.folder.with_name(str(transport.rank)))
+
+        for outcome in outcomes(2, work):
+            self.assertIsInstance(outcome, ValueError)
+
+
+class FlushTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.product(workers=[1, 3], value_dtype=["float32", "float16"])
+    def test_all_that_was_accumulated_has_been_sent_then(
+        self, workers: int, value_dtype: str
+    ) -> None:
+        steps = 6
+
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, value_dtype=value_dtype)
+            sent = [worker.step(step, None) for step in range(steps)]
+            (found,) = worker.synchronizer.flush(worker.owner)
+            exchanged, variables = found
+            self.assertEqual(exchanged.compressed, [False, False])
+            self.assertIs(variables[1], worker.variables[2])
+            self.assertEqual(float(worker.synchronizer.residual_norm()), 0.0)
+            total = [sum(each[i] for each in sent) for i in (0, 2)]
+            return [t + g for t, g in zip(total, exchanged.gradients, strict=True)]
+
+        wanted = [
+            sum(gradients_of(r, s)[i] for r in range(workers) for s in range(steps))
+            for i in (0, 2)
+        ]
+        for found in run_workers(workers, work):
+            self.assertAllClose(found, wanted, 1e-4, 1e-4)
+
+    def test_an_unknown_owner_has_nothing(self) -> None:
+        worker = Worker(LocalTransport())
+        self.assertEqual(worker.synchronizer.flush(Owner()), [])
+
+    @parameterized.parameters(True, False)
+    def test_masking_clears_the_velocity(self, masking: bool) -> None:
+        worker = Worker(LocalTransport(), momentum_masking=masking)
+        worker.step(0)
+        worker.synchronizer.flush(worker.owner)
+        (arena,) = worker.synchronizer.arenas.values()
+        self.assertEqual(np.any(arena.state.velocity.numpy() != 0), not masking)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,238 @@
+"""N logical workers in one process: to try a cluster before there is one.
+
+They share the model and take turns with its forward and backward pass; what is one
+tensor on a worker, here has a first axis of N workers. All else is the code that runs
+on real workers: the step, the messages, the optimizer's part.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host, data
+from tf_dgc.config import DGCConfig
+from tf_dgc.layout import Layout
+from tf_dgc.strategy import BaseStrategy
+from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
+from tf_dgc.transports.base import Transport, default_device
+from tf_dgc.transports.local import LocalTransport
+
+
+class Loopback(Transport):
+    """Takes the tensors of all N workers, stacked, from the one process they are.
+
+    It is rank 0 among them, and alone.
+    """
+
+    name = "loopback"
+    alone = True
+
+    def __init__(self, workers: int) -> None:
+        self.rank = 0
+        self.size = workers
+        self.device = default_device()
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum tensors of shape [N, *S] over N, in the order of rank."""
+        return [tf.add_n(tf.unstack(tensor, self.size)) for tensor in tensors]
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the tensor, of shape [N, *S]: everybody has everything."""
+        return tf.identity(tensor)
+
+
+class _OneProcess(LocalTransport):
+    """What carries metrics and the like: there is nobody else.
+
+    Attributes:
+        busy: whether a single worker is being computed.
+    """
+
+    busy = False
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Return the tensors; refuse where a worker asks for those of others."""
+        if self.busy:
+            raise ValueError(
+                "A simulated worker cannot reduce over the others within its forward "
+                "and backward pass, as BatchNormalization(synchronized=True) does"
+            )
+        return super().all_reduce(tensors, name)
+
+
+def for_each_worker(fn: Callable[[Any], Any], workers: int) -> Any:
+    """Call `fn` with each rank in turn; stack what it returns, None left out.
+
+    Args:
+        fn: takes a rank, an integer or a tensor of shape [], int32, and returns a
+            structure of tensors of the same shapes for each.
+        workers: N. The graph holds `fn` twice, whatever N is.
+    """
+    first = tf.nest.map_structure(tf.convert_to_tensor, fn(0))
+    if workers == 1:
+        return tf.nest.map_structure(lambda one: one[tf.newaxis], first)
+    rest = tf.map_fn(
+        fn,
+        tf.range(1, workers),
+        fn_output_signature=tf.nest.map_structure(tf.TensorSpec.from_tensor, first),
+        parallel_iterations=1,
+    )
+    return tf.nest.map_structure(
+        lambda one, more: tf.concat([one[tf.newaxis], more], axis=0), first, rest
+    )
+
+
+class Compressed(DeepGradientCompression):
+    """The compression of N workers, one after the other."""
+
+    def _arena_shape(self, layout: Layout) -> list[int]:
+        return [self.transport.size, layout.size]
+
+    def _each(self, fn: Callable[..., Any], *args: Any) -> Any:
+        results: list[Any] = []
+
+        def own(rank: Any) -> list[tf.Tensor]:
+            parts = tf.nest.map_structure(
+                lambda part: None if part is None else part[rank], args
+            )
+            results[:] = [fn(*parts)]
+            return [part for part in tf.nest.flatten(results) if part is not None]
+
+        stacked = iter(for_each_worker(own, self.transport.size))
+        return tf.nest.map_structure(
+            lambda part: None if part is None else next(stacked), results[0]
+        )
+
+    def residual_norm(self) -> tf.Tensor:
+        """Return the norm of what a worker keeps back, in the quadratic mean."""
+        return super().residual_norm() / self.transport.size**0.5
+
+
+class SimulatedStrategy(BaseStrategy):
+    """Trains as N workers would, in one process: for a model's `fit`.
+
+    Every training step splits its batch as N workers would, computes a gradient for
+    each share, and exchanges them as they would. The losses and metrics are those of
+    all workers. `stats()` tells about one of them, rank 0. A step takes as long as that
+    of one worker on the whole batch, and the exchange of N; memory holds one model and
+    N times a worker's velocity, residual and gradient.
+
+    On real workers batch normalization keeps statistics of each worker's own share;
+    here all shares count. Layers with random numbers draw others.
+
+    Example:
+        strategy = tf_dgc.simulate.SimulatedStrategy(64, tf_dgc.DGCConfig())
+        with strategy.scope():
+            model = ...
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(dataset_of_global_batches)
+    """
+
+    def __init__(self, workers: int, config: DGCConfig | None = None) -> None:
+        """Create the logical workers.
+
+        Args:
+            workers: N, 1 or more.
+            config: of Deep Gradient Compression; None exchanges everything, as
+                `DenseStrategy` does.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: `workers` is less than 1.
+        """
+        if isinstance(workers, bool) or not isinstance(workers, int):
+            raise TypeError(
+                f"`workers` must be an integer. Received: workers={workers!r}"
+            )
+        if workers < 1:
+            raise ValueError(
+                f"`workers` must be 1 or more. Received: workers={workers}"
+            )
+        if config is not None and not isinstance(config, DGCConfig):
+            raise TypeError(
+                f"`config` must be a DGCConfig or None. Received: config={config!r}"
+            )
+
+        def synchronizer(_: Transport) -> Synchronizer:
+            loopback = Loopback(workers)
+            return Dense(loopback) if config is None else Compressed(loopback, config)
+
+        self._workers = workers
+        self._process = _OneProcess()
+        super().__init__(self._process, config, synchronizer)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of logical workers, N."""
+        return self._workers
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """Run a model's training step once for every worker, anything else once.
+
+        Raises:
+            ValueError: the model's optimizer does what only real workers can.
+        """
+        model = getattr(fn, "__self__", None)
+        if not isinstance(model, keras.Model) or fn.__name__ != "train_step":
+            return super().run(fn, args, kwargs, options)
+        optimizer = model.optimizer
+        _refuse(optimizer)
+        variables: list[Any] = []
+
+        def worker(rank: Any) -> tuple[Any, list[tf.Tensor]]:
+            shares = (data.rows_of(args[0], args, rank, self._workers),)
+            with _captured(optimizer) as applied:
+                logs = super(SimulatedStrategy, self).run(fn, shares, kwargs, options)
+            if len(applied) != 1:
+                raise ValueError(
+                    "A training step must apply its optimizer's gradients once, to be "
+                    f"simulated. Received: {len(applied)} times"
+                )
+            used = [(g, v) for g, v in applied[0] if g is not None]
+            variables[:] = [v for _, v in used]
+            return logs, [tf.convert_to_tensor(g) for g, _ in used]
+
+        self._process.busy = True
+        try:
+            logs, gradients = for_each_worker(worker, self._workers)
+        finally:
+            self._process.busy = False
+        super().run(lambda: optimizer.apply(gradients, variables))
+        return tf.nest.map_structure(lambda log: log[-1], logs)
+
+
+@contextlib.contextmanager
+def _captured(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[list[list[tuple[Any, Any]]]]:
+    """Keep (gradient, variable) pairs, instead of applying them."""
+    applied: list[list[tuple[Any, Any]]] = []
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        if trainable_variables is None:
+            trainable_variables = _host.variables_of(optimizer)
+        applied.append(list(zip(grads, trainable_variables, strict=True)))
+
+    optimizer.apply = apply
+    try:
+        yield applied
+    finally:
+        del optimizer.apply
+
+
+def _refuse(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raise ValueError where the optimizer works on single workers' gradients."""
+    names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
+    found = [name for name in names if getattr(optimizer, name, None) is not None]
+    if len(_host.inner_optimizers(optimizer)) > 1:
+        found.append("loss scaling")
+    if found:
+        raise ValueError(
+            "A simulated optimizer must leave the gradients of single workers alone: "
+            f"DGCConfig(clip_norm=...) clips them. Received: {', '.join(found)}"
+        )
