@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -36,7 +37,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
 
 TEXT = "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"
 ROWS: dict[str, dict[str, Any]] = {
-    # Keras's own momentum on the sum of the gradients: plain synchronous SGD.
+    # Keras's own momentum on the sum of the gradients: plain synchronous SGD. Where the
+    # task clips, each worker clips its own gradient, as in compressed training.
     "dense": {"sparsity": 0.0, "momentum_correction": False, "warmup_epochs": 0},
     "dgc": {},
     "dgc_99": {"sparsity": 0.99},
@@ -63,21 +65,35 @@ TASKS: dict[str, dict[str, Any]] = {
         "min_elements": 0,
     },
 }
-COMMON: dict[str, Any] = {"sparsity": 0.999}
+DEFAULTS: dict[str, Any] = {
+    "sparsity": 0.999,
+    "warmup_stages": (0.75, 0.9375, 0.984375, 0.996),
+    "momentum_correction": True,
+    "momentum_masking": True,
+    "sample_fraction": 0.01,
+    "value_dtype": "float32",
+}
 
 
 def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
-    """Returns all settings of a row; `row` is NAME or NAME:key=value,..."""
+    """Returns all settings of a row; `row` is NAME or NAME:key=value,...
+
+    Raises:
+        ValueError: a setting is unknown, or is no constant of Python.
+    """
     name, _, own = row.partition(":")
-    settings = COMMON | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
+    if name not in ROWS and not own:
+        raise ValueError(
+            f"{name!r} is not one of {', '.join(ROWS)}, and has no settings"
+        )
+    settings = DEFAULTS | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
     settings |= ROWS.get(name, {})
-    for item in own.split(",") if own else []:
-        key, _, value = item.partition("=")
-        try:
-            settings[key] = ast.literal_eval(value)
-        except ValueError:
-            settings[key] = value
-    return settings
+    call = ast.parse(f"dict({own})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    if call.args or given.keys() - settings.keys():
+        raise ValueError(f"{own!r} must set some of {', '.join(settings)}")
+    return settings | given
 
 
 def load_images(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
@@ -188,13 +204,8 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     total = strategy.stats(total=True)
     strategy.flush(model)
     flushed = model.evaluate(unseen, return_dict=True, verbose=0)
-    return {
-        "task": args.task,
-        "row": row.partition(":")[0],
-        "settings": settings,
+    return conditions_of(args, row) | {
         "seed": seed,
-        "epochs": args.epochs,
-        "workers": args.workers,
         "steps": steps * args.epochs,
         "parameters": model.count_params(),
         "history": history,
@@ -205,10 +216,19 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     }
 
 
+def conditions_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
+    """Returns all that a run depends on, but for its seed."""
+    own = {"row": row.partition(":")[0], "settings": settings_of(args, row)}
+    names = ("task", "epochs", "workers", "image_size", "limit")
+    return own | {name: getattr(args, name) for name in names}
+
+
 def file_of(args: argparse.Namespace, row: str, seed: int) -> pathlib.Path:
     """Returns the file of a run's results."""
-    name = f"{args.task}-{row}-{args.epochs}epochs-{args.workers}workers-seed{seed}"
-    return args.results / (name.replace(":", "-").replace("/", "-") + ".json")
+    conditions = conditions_of(args, row)
+    text = json.dumps(conditions, sort_keys=True).encode()
+    name = f"{args.task}-{conditions['row']}-{zlib.crc32(text):08x}-seed{seed}.json"
+    return args.results / name
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -237,23 +257,25 @@ def figure_of(task: str, logs: dict[str, list[float]]) -> list[float]:
 
 def report(folder: pathlib.Path) -> None:
     """Writes table.md and plot.png about all results in a folder."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
-        key = (result["task"], result["epochs"], result["row"])
+        names = ("task", "epochs", "row", "settings", "workers", "image_size", "limit")
+        key = json.dumps([result[name] for name in names])
         groups.setdefault(key, []).append(result)
     columns = "task epochs row seeds mean spread flushed traffic settings".split()
     table = [columns, ["---"] * len(columns)]
-    for (task, epochs, row), results in groups.items():
+    for results in groups.values():
+        task, epochs, row = (results[0][name] for name in ("task", "epochs", "row"))
         last = [figure_of(task, result["history"])[-1] for result in results]
         flushed = [figure_of(task, result["flushed"])[0] for result in results]
         sent = sum(result["sent_bytes"] for result in results)
         dense = sum(result["dense_bytes"] for result in results)
-        usual = COMMON | TASKS[task]
+        usual = DEFAULTS | TASKS[task]
         changed = [
             f"{key}={value}"
             for key, value in results[0]["settings"].items()
-            if key not in usual or usual[key] != value
+            if json.dumps(usual.get(key)) != json.dumps(value)
         ]
         cells = [task, epochs, row, len(last), f"{statistics.mean(last):.2f}"]
         cells += [f"{min(last):.2f} to {max(last):.2f}"]
@@ -262,28 +284,30 @@ def report(folder: pathlib.Path) -> None:
     lines = [f"| {' | '.join(cells)} |" for cells in table]
     (folder / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    draw(groups, folder / "plot.png")
+    draw(list(groups.values()), folder / "plot.png")
 
 
-def draw(groups: dict[tuple[Any, ...], list[dict[str, Any]]], file: Any) -> None:
+def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:
     """Draws the mean of the seeds over epochs, a panel for each task and length."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted({key[:2] for key in groups})
+    panels = sorted({(group[0]["task"], group[0]["epochs"]) for group in groups})
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False
     )
     for axis, panel in zip(axes[0], panels, strict=True):
-        for key, results in groups.items():
-            if key[:2] != panel:
+        for results in groups:
+            if (results[0]["task"], results[0]["epochs"]) != panel:
                 continue
-            runs = [figure_of(key[0], result["history"]) for result in results]
+            runs = [figure_of(panel[0], result["history"]) for result in results]
             curves = list(zip(*runs, strict=True))
             epochs = range(1, len(curves) + 1)
-            axis.plot(epochs, [statistics.mean(c) for c in curves], label=key[2])
+            axis.plot(
+                epochs, [statistics.mean(c) for c in curves], label=results[0]["row"]
+            )
             lowest, highest = [min(c) for c in curves], [max(c) for c in curves]
             axis.fill_between(epochs, lowest, highest, alpha=0.2)
         what = "perplexity" if panel[0] == "text" else "accuracy, %"
@@ -317,9 +341,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--one", type=int, metavar="SEED", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for row in args.rows:
-        name, _, own = row.partition(":")
-        if name not in ROWS and not own:
-            parser.error(f"ROW must be one of {', '.join(ROWS)}, or NAME:key=value,...")
+        try:
+            settings_of(args, row)
+        except (ValueError, SyntaxError) as error:
+            parser.error(f"--rows {row}: {error}")
     return args
 
 
@@ -330,7 +355,10 @@ def main() -> int:
     if args.one is not None:
         (row,) = args.rows
         result = train(args, row, args.one)
-        file_of(args, row, args.one).write_text(json.dumps(result, indent=1))
+        file = file_of(args, row, args.one)
+        unfinished = file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(result, indent=1))
+        unfinished.replace(file)
         return 0
     failed = run_all(args)
     report(args.results)

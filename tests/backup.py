@@ -2,7 +2,8 @@
 
     python tests/backup.py FOLDER [--kill-rank 1 --kill-step 13]
 
-The last line of stdout is a JSON object with a checksum of all variables.
+The last line of stdout is a JSON object with checksums of the variables, before and
+after a flush.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import tf_dgc
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
+    parser.add_argument("--shared", action="store_true", help="one folder for all")
     parser.add_argument("--kill-rank", type=int)
     parser.add_argument("--kill-step", type=int)
     args = parser.parse_args()
@@ -43,14 +45,24 @@ def main() -> None:
         on_train_batch_begin=maybe_die,
         on_epoch_begin=lambda epoch, logs: epochs.append(epoch),
     )
-    # A folder for each worker: they need not share a disk.
-    folder = os.path.join(args.folder, str(strategy.rank))
+    folder = args.folder
+    if not args.shared:  # as workers on machines of their own
+        folder = os.path.join(folder, str(strategy.rank))
     backup = tf_dgc.callbacks.BackupState(folder)
     callbacks = [watch, backup, tf_dgc.callbacks.CompressionStats()]
     data = features.batches()
     model.fit(data, epochs=5, verbose=0, shuffle=False, callbacks=callbacks)
     crc = zlib.crc32(b"".join(v.numpy().tobytes() for v in model.variables))
-    found = {"rank": strategy.rank, "epochs": epochs, "crc": crc}
+    kept = float(strategy.stats().residual_norm)
+    strategy.flush(model)
+    weights = b"".join(v.numpy().tobytes() for v in model.trainable_variables)
+    found = {
+        "rank": strategy.rank,
+        "epochs": epochs,
+        "crc": crc,
+        "kept": [kept, float(strategy.stats().residual_norm)],
+        "flushed": zlib.crc32(weights),
+    }
     print(json.dumps(found), flush=True)
 
 

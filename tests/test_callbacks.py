@@ -175,16 +175,52 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(epochs, [2, 3, 4])
 
     def test_a_backup_that_is_not_whole_is_not_used(self) -> None:
-        for missing in ("rank-00000.npz", "rank-00000.weights.h5", "manifest.json"):
-            with self.assertRaises(Killed):
-                self.train(compressing, 9)
-            broken = self.backup / "epoch-00003"
-            broken.mkdir()
-            for file in (self.backup / "epoch-00002").iterdir():
-                if file.name != missing:
-                    (broken / file.name).write_bytes(b"rubbish")
-            _, epochs = self.train(compressing)
-            self.assertEqual(epochs, [2, 3, 4])
+        with self.assertRaises(Killed):
+            self.train(compressing, 9)
+        broken = self.backup / "epoch-00003"
+        broken.mkdir()
+        for file in (self.backup / "epoch-00002").iterdir():
+            if file.name != "manifest.json":  # the last to be written
+                (broken / file.name).write_bytes(b"rubbish")
+        _, epochs = self.train(compressing)
+        self.assertEqual(epochs, [2, 3, 4])
+
+    def test_a_second_fit_begins_at_its_own_epoch(self) -> None:
+        with self.assertRaises(Killed):
+            self.train(compressing, 9)
+        model = model_of(compressing())
+        callback = [callbacks.BackupState(self.backup)]
+        settings = {"verbose": 0, "shuffle": False, "callbacks": callback}
+        first = model.fit(features.batches(), epochs=4, **settings)
+        second = model.fit(features.batches(), epochs=2, **settings)
+        self.assertEqual((first.epoch, second.epoch), ([2, 3], [0, 1]))
+
+    def test_other_optimizers_have_no_part_in_it(self) -> None:
+        def two_phases(folder: str, first_epochs: int, steps: int | None) -> Any:
+            keras.utils.set_random_seed(5)
+            strategy = compressing()
+            model = model_of(strategy)
+            one = model.optimizer  # held, beyond its phase
+            data = features.batches()
+            model.fit(data, epochs=first_epochs, verbose=0, shuffle=False)
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+            count = iter(range(100))
+
+            def maybe(batch: int, logs: Any = None) -> None:
+                if next(count) == steps:
+                    raise Killed
+
+            watch = keras.callbacks.LambdaCallback(on_train_batch_begin=maybe)
+            found = [watch, callbacks.BackupState(self.folder / folder)]
+            model.fit(data, epochs=3, verbose=0, shuffle=False, callbacks=found)
+            del one
+            return [v.numpy().tobytes() for v in model.variables]
+
+        expected = two_phases("a", 2, None)
+        with self.assertRaises(Killed):
+            two_phases("b", 2, 6)
+        self.assertEqual(two_phases("b", 0, None), expected)
 
     def test_backups_stay_where_that_is_asked_for(self) -> None:
         self.train(compressing, delete_checkpoint=False)

@@ -54,6 +54,14 @@ def random_state(layout: Layout, seed: int) -> State:
 
 
 class ClipTest(tf.test.TestCase):
+    def test_rows_that_repeat_themselves_count_as_their_sum(self) -> None:
+        rows = tf.constant([[3.0], [4.0], [0.0]])
+        slices = tf.IndexedSlices(rows, tf.constant([1, 1, 0]), tf.constant([2, 1]))
+        for gradient in (slices, tf.convert_to_tensor(slices)):
+            (clipped,) = dgc.clip([gradient], 1.0, 1)
+            norm = tf.norm(tf.convert_to_tensor(clipped))
+            self.assertAllClose(norm, 1.0)
+
     def test_local_norm_is_at_most_clip_norm_over_the_root_of_workers(self) -> None:
         gradients = [tf.constant([[3.0, 0.0]]), tf.constant([4.0])]  # norm 5
         for workers in (1, 4, 16):

@@ -147,11 +147,11 @@ class LawsTest(tf.test.TestCase):
         def work(transport: Loopback) -> Any:
             worker = Worker(case, transport)
             sums = [worker.step(number) for number in range(STEPS)]
-            return sums, worker.synchronizer.flush(worker.owner)
+            return sums, list(worker.synchronizer.flush(worker.variables))
 
         for sums, flushed in run_workers(case.workers, work):
             kept = [np.zeros(shape, np.float32) for shape, _ in case.tensors]
-            for exchanged, _ in flushed:
+            for _, exchanged, _ in flushed:
                 chosen = compressed(case)
                 for i, gradient in zip(chosen, exchanged.gradients, strict=True):
                     kept[i] = gradient.numpy()

@@ -3,12 +3,14 @@
 import pathlib
 import tempfile
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from loopback import Loopback, Owner, outcomes, run_workers
 
+from tf_dgc import state_files
 from tf_dgc.config import DGCConfig
 from tf_dgc.dgc import Momentum
 from tf_dgc.synchronizers import DeepGradientCompression, Dense
@@ -120,6 +122,18 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         second.synchronizer.restore(second_folder)
         self.assertAllEqual(first.step(4)[0], second.step(4)[0])
 
+    def test_state_of_one_owner_goes_to_no_other(self) -> None:
+        first, second = Worker(LocalTransport()), Worker(LocalTransport())
+        second.synchronizer = first.synchronizer
+        first.step(0), second.step(1)
+        first.synchronizer.save(self.folder, [second.owner])
+        early, later = Worker(LocalTransport()), Worker(LocalTransport())
+        later.synchronizer = early.synchronizer
+        early.synchronizer.restore(self.folder, [later.owner])
+        expected = second.step(2)[0]
+        self.assertNotAllEqual(early.step(2)[0], expected)
+        self.assertAllEqual(later.step(2)[0], expected)
+
     def test_each_optimizer_gets_its_own(self) -> None:
         def two(transport: Any) -> tuple[Worker, Worker]:
             one, other = Worker(transport), Worker(transport)
@@ -183,17 +197,18 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_a_file_that_one_worker_cannot_read_stops_all(self) -> None:
         self.save_after(4, 3)
-        (self.folder / "rank-00001.npz").write_bytes(b"PK")
+        (file,) = self.folder.glob("rank-00001.*.npz")
+        file.write_bytes(b"PK")
 
         def work(transport: Loopback) -> None:
             Worker(transport).synchronizer.restore(self.folder)
 
         zero, one, two = outcomes(3, work)
         self.assertIsInstance(one, ValueError)
-        self.assertRegex(str(one), "^.*rank-00001.npz: not a file of state")
+        self.assertRegex(str(one), "rank-00001.*npz: not a file of state")
         for other in (zero, two):
             self.assertIsInstance(other, ValueError)
-            self.assertRegex(str(other), "rank-00001.npz: .* on ranks .1.")
+            self.assertRegex(str(other), "rank-00001.*npz: .* on ranks .1.")
 
     def test_a_disk_that_one_worker_cannot_write_to_stops_all(self) -> None:
         def work(transport: Loopback) -> None:
@@ -209,6 +224,40 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIsInstance(one, OSError)
         self.assertRegex(str(zero), "outcome of save_state.*on ranks .1.")
         self.assertFalse((self.folder / "0" / "manifest.json").exists())
+
+    def test_cut_short_anywhere_the_state_is_that_of_before_or_this(self) -> None:
+        def killed_in(act: str, late: int) -> list[Any]:
+            real = getattr(state_files, act)
+
+            def dies(folder: Any, rank: int, *rest: Any) -> None:
+                if rank == late:
+                    raise OSError("killed")
+                real(folder, rank, *rest)
+
+            def work(transport: Loopback) -> None:
+                worker = Worker(transport)
+                worker.step(0)
+                worker.step(1)
+                worker.synchronizer.save(self.folder)
+
+            with mock.patch.object(state_files, act, dies):
+                return outcomes(2, work)
+
+        def restored(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport)
+            worker.synchronizer.restore(self.folder)
+            worker.step(7)
+            return worker.state
+
+        old = self.save_after(1, 2)
+        for act in ("prepare", "commit", "clean"):
+            for late in (0, 1):
+                for outcome in killed_in(act, late):
+                    self.assertIsInstance(outcome, Exception)
+                states = run_workers(2, restored)
+                steps = {int(state[2]) for state in states}
+                self.assertIn(steps, ({2}, {3}))
+        self.assertLen(old, 2)
 
     def test_workers_that_see_different_states_stop(self) -> None:
         for name, steps in (("0", 2), ("1", 3)):
@@ -233,8 +282,9 @@ class FlushTest(parameterized.TestCase, tf.test.TestCase):
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, value_dtype=value_dtype)
             sent = [worker.step(step, None) for step in range(steps)]
-            (found,) = worker.synchronizer.flush(worker.owner)
-            exchanged, variables = found
+            (found,) = worker.synchronizer.flush(worker.variables)
+            owner, exchanged, variables = found
+            self.assertIs(owner, worker.owner)
             self.assertEqual(exchanged.compressed, [False, False])
             self.assertIs(variables[1], worker.variables[2])
             self.assertEqual(float(worker.synchronizer.residual_norm()), 0.0)
@@ -248,15 +298,35 @@ class FlushTest(parameterized.TestCase, tf.test.TestCase):
         for found in run_workers(workers, work):
             self.assertAllClose(found, wanted, 1e-4, 1e-4)
 
-    def test_an_unknown_owner_has_nothing(self) -> None:
+    def test_of_other_variables_there_is_nothing(self) -> None:
         worker = Worker(LocalTransport())
-        self.assertEqual(worker.synchronizer.flush(Owner()), [])
+        worker.step(0)
+        self.assertEqual(list(worker.synchronizer.flush(worker.variables[1:])), [])
+        self.assertGreater(float(worker.synchronizer.residual_norm()), 0.0)
+
+    def test_an_error_in_using_it_loses_nothing(self) -> None:
+        worker = Worker(LocalTransport())
+        worker.step(0)
+        before = worker.state
+        for _ in worker.synchronizer.flush(worker.variables):
+            break
+        for one, two in zip(before, worker.state, strict=True):
+            self.assertAllEqual(one, two)
+
+    def test_what_was_restored_is_not_flushed_unseen(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            worker, later = Worker(LocalTransport()), Worker(LocalTransport())
+            worker.step(0)
+            worker.synchronizer.save(folder)
+            later.synchronizer.restore(folder)
+        with self.assertRaisesRegex(ValueError, "flush after that"):
+            list(later.synchronizer.flush(later.variables))
 
     @parameterized.parameters(True, False)
     def test_masking_clears_the_velocity(self, masking: bool) -> None:
         worker = Worker(LocalTransport(), momentum_masking=masking)
         worker.step(0)
-        worker.synchronizer.flush(worker.owner)
+        list(worker.synchronizer.flush(worker.variables))
         (arena,) = worker.synchronizer.arenas.values()
         self.assertEqual(np.any(arena.state.velocity.numpy() != 0), not masking)
 

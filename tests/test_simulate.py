@@ -225,6 +225,10 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
             model.fit(features.batches(), verbose=0)
         self.assertNotIn("apply", vars(model.optimizer))
 
+    def test_a_second_optimizer(self) -> None:
+        with self.assertRaisesRegex(ValueError, "gradients of `model.optimizer`"):
+            features.FEATURES["two_optimizers"](simulate.SimulatedStrategy(2))
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -40,11 +40,11 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
             / "deep"
             / "state"
         )
-        self.manifest = state_files.manifest_of(2, ACCOUNTS)
+        self.manifest = state_files.manifest_of(0x1A2B, 2, ACCOUNTS)
         for rank in (0, 1):
             state_files.prepare(self.folder, rank, self.manifest, arrays_of(rank))
-            state_files.commit(self.folder, rank)
-        self.file = self.folder / "rank-00001.npz"
+            state_files.commit(self.folder, rank, self.manifest)
+        self.file = self.folder / "rank-00001.00001a2b.npz"
 
     def read(self) -> dict[str, np.ndarray]:
         manifest = state_files.read_manifest(self.folder)
@@ -62,19 +62,26 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_nothing_else_stays_in_the_folder(self) -> None:
         names = sorted(path.name for path in self.folder.iterdir())
-        self.assertEqual(names, ["manifest.json", "rank-00000.npz", "rank-00001.npz"])
+        self.assertEqual(
+            names, ["manifest.json", *(f"rank-0000{i}.00001a2b.npz" for i in (0, 1))]
+        )
 
     def test_until_it_is_committed_the_old_one_stands(self) -> None:
-        state_files.prepare(self.folder, 1, self.manifest, arrays_of(5))
+        later = state_files.manifest_of(7, 2, ACCOUNTS)
+        state_files.prepare(self.folder, 1, later, arrays_of(5))
         self.assertAllEqual(self.read()["0.residual"], arrays_of(1)["0.residual"])
-        state_files.commit(self.folder, 1)
+        state_files.commit(self.folder, 1, later)
         self.assertAllEqual(self.read()["0.residual"], arrays_of(5)["0.residual"])
+        (self.folder / "rank-00001.other.npz").touch()
+        state_files.clean(self.folder, 1, later)
+        found = {path.name[5:-4] for path in self.folder.glob("rank-*")}
+        self.assertEqual(found, {"00000.00001a2b", "00001.00000007", "00001.other"})
 
     def test_a_truncated_file_is_refused_wherever_it_ends(self) -> None:
         whole = self.file.read_bytes()
         for end in [*range(0, len(whole), 97), len(whole) - 1]:
             self.file.write_bytes(whole[:end])
-            with self.assertRaisesRegex(ValueError, r"rank-00001\.npz: "):
+            with self.assertRaisesRegex(ValueError, r"rank-00001\.00001a2b\.npz: "):
                 self.read()
 
     def test_a_damaged_file_is_refused_or_reads_as_before(self) -> None:
@@ -88,7 +95,7 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
             try:
                 found = self.read()
             except ValueError as error:
-                self.assertIn("rank-00001.npz: ", str(error))
+                self.assertIn("rank-00001.00001a2b.npz: ", str(error))
                 refused += 1
             else:  # a bit that means nothing, as in a time
                 for name, array in expected.items():
@@ -113,6 +120,8 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
         ("format", "other", "field 'format' must be"),
         ("world_size", 0, "field 'world_size' must be"),
         ("world_size", "2", "field 'world_size' must be"),
+        ("save", -1, "field 'save' must be"),
+        ("save", True, "field 'save' must be"),
         ("accounts", 3, "not a manifest of tf_dgc"),
         ("accounts", [{}], "field 'variables' is missing"),
         ("accounts", [{"variables": [], "arrays": {}}], "field 'step' is missing"),
@@ -146,7 +155,7 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
     def test_missing_files_are_named(self) -> None:
         self.file.unlink()
         with self.assertRaisesRegex(
-            FileNotFoundError, r"rank-00001\.npz is missing: .* by 2 workers"
+            FileNotFoundError, r"rank-00001\.00001a2b\.npz is missing: .* by 2 workers"
         ):
             self.read()
         (self.folder / "manifest.json").unlink()
@@ -155,9 +164,8 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_files_of_different_saves_are_not_mixed(self) -> None:
         later = [ACCOUNTS[0] | {"step": 8}, *ACCOUNTS[1:]]
-        manifest = state_files.manifest_of(2, later)
-        state_files.prepare(self.folder, 0, manifest, arrays_of())
-        state_files.commit(self.folder, 0)
+        manifest = state_files.manifest_of(0x1A2B, 2, later)
+        state_files.commit(self.folder, 0, manifest)
         with self.assertRaisesRegex(ValueError, "npz: field 'accounts' is not that of"):
             self.read()
 
@@ -169,12 +177,10 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
             ({"2.velocity": np.zeros([2, 128], bool)}, "must be numbers of shape"),
         ):
             state_files.prepare(self.folder, 1, self.manifest, own | wrong)
-            state_files.commit(self.folder, 1)
             with self.assertRaisesRegex(ValueError, f"npz: field .*{message}"):
                 self.read()
         del own["2.velocity"]
         state_files.prepare(self.folder, 1, self.manifest, own)
-        state_files.commit(self.folder, 1)
         with self.assertRaisesRegex(ValueError, "field '2.velocity' is missing"):
             self.read()
 

@@ -1,6 +1,7 @@
 """Strategies of one worker, and what is asked of optimizers, models and GPUs."""
 
 import contextlib
+import gc
 import sys
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from tf_dgc.transports import base, horovod
 from tf_dgc.transports.local import LocalTransport
 
 
-class StrategyTest(tf.test.TestCase):
+class StrategyTest(parameterized.TestCase, tf.test.TestCase):
     def test_the_config_is_a_config(self) -> None:
         with self.assertRaisesRegex(TypeError, "`config` must be a DGCConfig. Rec"):
             tf_dgc.DGCStrategy({"sparsity": 0.9})
@@ -49,6 +50,75 @@ class StrategyTest(tf.test.TestCase):
             return found
 
         self.assertEqual(int(total(iter(shared))), 15)
+
+    def test_flush_applies_all_that_is_owed(self) -> None:
+        # A linear loss: its gradient does not depend on the weights.
+        def loss(_: Any, outputs: Any) -> Any:
+            return tf.reduce_mean(outputs)
+
+        def trained(config: tf_dgc.DGCConfig, flush: bool) -> np.ndarray:
+            strategy = tf_dgc.DGCStrategy(config, transport="local")
+            with strategy.scope():
+                ones = {"kernel_initializer": "ones", "use_bias": False}
+                model = keras.Sequential([keras.layers.Dense(6, **ones)])
+                model.compile(keras.optimizers.SGD(0.1), loss)
+            random = np.random.default_rng(0)
+            x = random.normal(size=(64, 5)).astype(np.float32)
+            model.fit(x, x, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            if flush:
+                iterations = int(model.optimizer.iterations)
+                strategy.flush(model)
+                self.assertEqual(float(strategy.stats().residual_norm), 0.0)
+                self.assertEqual(int(model.optimizer.iterations), iterations)
+            return model.get_weights()[0]
+
+        sparse = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
+        dense = trained(tf_dgc.DGCConfig(sparsity=0.0, min_elements=1), flush=False)
+        self.assertNotAllClose(trained(sparse, flush=False), dense, 1e-3, 1e-3)
+        self.assertAllClose(trained(sparse, flush=True), dense, 1e-5, 1e-5)
+
+    @parameterized.parameters("float32", "bfloat16", "mixed_bfloat16", "mixed_float16")
+    def test_flush_keeps_constraints_in_any_type(self, policy: str) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
+        strategy = tf_dgc.DGCStrategy(config, transport="local")
+        with strategy.scope():
+            limit = keras.constraints.MaxNorm(0.3)
+            layer = keras.layers.Dense(6, kernel_constraint=limit, dtype=policy)
+            model = keras.Sequential([layer, keras.layers.Dense(1, dtype=policy)])
+            model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+        x = np.ones((8, 5), np.float32)
+        model.fit(x, 9 * x[:, :1], epochs=3, verbose=0)
+        self.assertGreater(float(strategy.stats().residual_norm), 0.0)
+        strategy.flush(model)
+        self.assertEqual(float(strategy.stats().residual_norm), 0.0)
+        norms = np.linalg.norm(np.float32(layer.kernel.numpy()), axis=0)
+        self.assertAllLessEqual(norms, 0.302)
+
+    def test_flush_is_of_all_optimizers_and_needs_no_compiled_model(self) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
+        strategy = tf_dgc.DGCStrategy(config, transport="local")
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6)])
+            kernel = model.trainable_variables[:1]
+            pair = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)]
+            for optimizer in pair:
+                optimizer.build(kernel)
+        for optimizer in pair:
+            strategy.run(optimizer.apply, ([tf.random.normal([5, 6])], kernel))
+        strategy.flush(model)
+        self.assertEqual(float(strategy.stats().residual_norm), 0.0)
+
+    def test_totals_outlive_optimizers(self) -> None:
+        strategy = tf_dgc.DGCStrategy(transport="local")
+        for fits in (1, 2):
+            with strategy.scope():
+                model = keras.Sequential([keras.layers.Dense(4)])
+                model.compile("sgd", "mse")
+            model.fit(np.ones((8, 3)), np.ones((8, 4)), verbose=0)
+            del model
+            gc.collect()
+            total = strategy.stats(total=True)
+            self.assertEqual(int(total.dense_elements), 16 * fits)
 
     def test_takes_a_transport_of_ones_own(self) -> None:
         class Own(LocalTransport):

@@ -455,6 +455,85 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             )
             self.assertLen(set(found), 2)
 
+    @parameterized.parameters("raise", "skip")
+    def test_a_learning_rate_that_is_not_finite_enters_nothing(self, way: str) -> None:
+        synchronizer = DeepGradientCompression(
+            LocalTransport(), settings_of(nonfinite=way)
+        )
+        variables = variables_of((4, 4), (3,))
+        gradients = [tf.ones([4, 4]), tf.ones([3])]
+        for rate in (0.1, float("nan"), float("inf"), 0.1):
+            momentum = MOMENTUM._replace(learning_rate=rate)
+            before = synchronizer.arenas and state_of(synchronizer)
+            if np.isfinite(rate):
+                synchronizer.exchange(OWNER, gradients, variables, momentum)
+                continue
+            if way == "raise":
+                with self.assertRaisesRegex(
+                    tf.errors.InvalidArgumentError, "the learning rate"
+                ):
+                    synchronizer.exchange(OWNER, gradients, variables, momentum)
+            else:
+                found = synchronizer.exchange(OWNER, gradients, variables, momentum)
+                self.assertFalse(bool(found.apply))
+            for one, two in zip(before, state_of(synchronizer), strict=True):
+                self.assertAllEqual(one, two)
+
+    def test_momentum_does_not_come_later(self) -> None:
+        synchronizer = DeepGradientCompression(LocalTransport(), settings_of())
+        variables = variables_of((4, 4))
+        exchange = synchronizer.exchange
+        exchange(OWNER, [tf.ones([4, 4])], variables, Momentum(0.0, False))
+        with self.assertRaisesRegex(ValueError, "must not be 0 .* momentum=0.9"):
+            exchange(OWNER, [tf.ones([4, 4])], variables, MOMENTUM)
+
+    def test_stages_that_go_densely_are_told_once(self) -> None:
+        config = settings_of(
+            sparsity=0.99, warmup_steps=9, warmup_stages=(0.4, 0.5, 0.9)
+        )
+
+        def work(transport: Loopback) -> None:
+            synchronizer = DeepGradientCompression(transport, config)
+            variables = variables_of((40, 40))
+            for step in range(3):
+                synchronizer.exchange(OWNER, [normal((40, 40), step)], variables)
+
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            run_workers(4, work)
+        (message,) = logs.output
+        self.assertRegex(message, "densely, .* on 4 workers: .* 40.00%, 50.00%$")
+        with self.assertNoLogs("tf_dgc", "WARNING"):
+            run_workers(1, work)
+
+    def test_figures_of_each_tensor_are_those_of_its_elements(self) -> None:
+        shapes = (16, 20), (5,), (7, 9)
+        variables = variables_of(*shapes)
+
+        def work(transport: Loopback) -> tuple[Any, Any]:
+            config = settings_of(warmup_steps=2, warmup_stages=(0.75,))
+            synchronizer = DeepGradientCompression(transport, config)
+            sent = [np.zeros((0, 16, 20), bool), np.zeros((0, 7, 9), bool)]
+            for step in range(6):
+                if step == 3:
+                    sent = [part[:0] for part in sent]
+                    synchronizer.tensor_stats(reset=True)
+                own = [normal(v.shape, step, transport.rank) for v in variables]
+                synchronizer.exchange(OWNER, own, variables)
+                (arena,) = synchronizer.arenas.values()
+                layout, after = arena.layout, arena.state.residual
+                zero = [part == 0 for part in layout_lib.unflatten(layout, after)]
+                sent = [
+                    np.concatenate([part, [now]])
+                    for part, now in zip(sent, zero, strict=True)
+                ]
+            return synchronizer.tensor_stats(), sent
+
+        for found, sent in run_workers(2, work):
+            for tensor, part in zip(found, sent, strict=True):
+                self.assertEqual(tensor.elements, part[0].size)
+                self.assertAlmostEqual(tensor.density, part.mean())
+                self.assertAlmostEqual(tensor.stale, 1 - part.any(axis=0).mean())
+
 
 class MessageFormatTest(tf.test.TestCase):
     def test_is_dense_where_a_message_would_cost_more(self) -> None:

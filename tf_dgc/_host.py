@@ -18,6 +18,7 @@ _HINT = (
 
 try:
     from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
     from tensorflow.python.distribute import (
         device_util,
         distribute_lib,
@@ -54,6 +55,7 @@ def probe() -> None:
         (distribute_utils, "select_replica"),
         (distribute_utils, "value_container"),
         (global_state, "get_global_attribute"),
+        (seed_generator, "global_seed_generator"),
         (input_lib, "DistributedDataset"),
         (input_lib, "InputWorkers"),
         (input_lib, "_create_distributed_tensor_spec"),
@@ -238,6 +240,13 @@ def inner_optimizers(optimizer: Any) -> Sequence[Any]:
     return [optimizer] if inner is None else [optimizer, *inner_optimizers(inner)]
 
 
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Return the optimizers that a model was compiled with, or has as attributes."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    outer = [each for each in found if isinstance(each, keras.optimizers.Optimizer)]
+    return [each for optimizer in outer for each in inner_optimizers(optimizer)]
+
+
 def update_variables(
     optimizer: keras.optimizers.Optimizer,
     strategy: tf.distribute.Strategy,
@@ -250,8 +259,7 @@ def update_variables(
     scope that marks the optimizer as the caller.
     """
     with keras.name_scope(optimizer.name, caller=optimizer):
-        rate = tf.convert_to_tensor(learning_rate, pairs[0][1].dtype)
-        optimizer._distributed_tf_update_step(strategy, pairs, rate)
+        optimizer._distributed_tf_update_step(strategy, pairs, learning_rate)
 
 
 def variables_of(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
@@ -262,7 +270,15 @@ def variables_of(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
     return optimizer._trainable_variables
 
 
-def set_initial_epoch(model: keras.Model, epoch: int) -> None:
+def global_seed_state() -> Any:
+    """Return the state of the generator that Keras uses where a layer names none.
+
+    keras/src/random/seed_generator.py: global_seed_generator.
+    """
+    return seed_generator.global_seed_generator().state
+
+
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Let `fit`, which has begun, start at an epoch; as BackupAndRestore does.
 
     keras/src/trainers/trainer.py: Trainer._initial_epoch.

@@ -80,14 +80,15 @@ class BackupState(keras.callbacks.Callback):
     """Backs up a job at the end of each epoch; started again, it continues from there.
 
     In place of `keras.callbacks.BackupAndRestore`, on all workers. The last backup that
-    all of them have is continued bit for bit: weights, optimizer and layers of each
-    worker, what it keeps back, and the number of the epoch. What it does not know is
-    the state of the data: batches must be the same in an epoch whether or not epochs
-    ran before it in this process.
+    all of them have is continued bit for bit: each worker's weights, optimizers,
+    statistics, random generators of Keras, and what it keeps back, and the epoch.
+    What it does not know is the state of the data, and of `tf.random`: batches must be
+    the same in an epoch whether or not epochs ran before it in this process.
 
     A backup is a folder `epoch-00003` with the files of `save_state` and the weights of
-    each worker. Workers may share the disk, or have one each. The one before is removed
-    only when all have written the next.
+    each worker. Workers may share the disk, or have one each; to continue on another
+    number of workers they must share it. The backup before is removed only when all
+    have written the next.
     """
 
     def __init__(self, backup_dir: Any, delete_checkpoint: bool = True) -> None:
@@ -113,20 +114,26 @@ class BackupState(keras.callbacks.Callback):
         """Continue from the last backup, if there is one."""
         strategy = _strategy_of(self)
         epoch = self._last_common(strategy)
+        _host.set_initial_epoch(self.model, epoch)
         if epoch is None:
             return
         folder = self._folder(epoch)
-        weights, seeds = self._files(folder, strategy.rank)
 
         def read() -> None:
+            saved = state_files.read_manifest(folder)["world_size"]
+            weights, seeds = self._files(folder, strategy.rank % saved)
             self.model.load_weights(weights)
-            with np.load(seeds, allow_pickle=False) as file:
-                for name, variable in self._seeds().items():
-                    variable.assign(file[name])
+            if strategy.rank < saved:  # a worker that is new draws numbers of its own
+                with np.load(seeds, allow_pickle=False) as file:
+                    for name, variable in self._seeds().items():
+                        variable.assign(file[name])
 
         saving.together(strategy.transport, f"success in reading {folder}", read)
-        strategy.restore_state(folder)
-        _host.set_initial_epoch(self.model, epoch)
+        strategy.restore_state(folder, self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Let a second `fit` begin where it is told to."""
+        _host.set_initial_epoch(self.model, None)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup, then remove those before it."""
@@ -136,8 +143,8 @@ class BackupState(keras.callbacks.Callback):
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            # Of a run that was killed here; this backup is not whole before its end.
-            (folder / state_files.name_of(strategy.rank)).unlink(missing_ok=True)
+            # Of a run that was killed; without a manifest the backup is not whole.
+            (folder / state_files.MANIFEST).unlink(missing_ok=True)
             self.model.save_weights(weights, overwrite=True)
             values = {name: v.numpy() for name, v in self._seeds().items()}
             np.savez(seeds, allow_pickle=False, **values)
@@ -145,7 +152,7 @@ class BackupState(keras.callbacks.Callback):
                 state_files.sync(path)
 
         saving.together(strategy.transport, f"success in writing {folder}", write)
-        strategy.save_state(folder)
+        strategy.save_state(folder, self.model)
         for other in self._epochs():
             if other != epoch + 1:
                 shutil.rmtree(self._folder(other), ignore_errors=True)
@@ -153,6 +160,7 @@ class BackupState(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backups."""
         strategy = _strategy_of(self)
+        _host.set_initial_epoch(self.model, None)
         strategy.transport.barrier()
         if self.delete_checkpoint:
             shutil.rmtree(self.backup_dir, ignore_errors=True)
@@ -161,13 +169,14 @@ class BackupState(keras.callbacks.Callback):
         return self.backup_dir / f"epoch-{epoch:05d}"
 
     def _files(self, folder: pathlib.Path, rank: int) -> tuple[pathlib.Path, ...]:
-        """Return where weights and seeds go; they are whole if the state is there."""
+        """Return where weights and seeds go; both are there before the manifest."""
         names = f"rank-{rank:05d}.weights.h5", f"rank-{rank:05d}.seeds.npz"
         return tuple(folder / name for name in names)
 
     def _seeds(self) -> dict[str, Any]:
         """Return the states of random generators, which Keras does not save."""
-        seeds = [v for v in self.model.variables if "seed_generator_state" in v.path]
+        own = [v for v in self.model.variables if "seed_generator_state" in v.path]
+        seeds = [_host.global_seed_state(), *own]
         return {str(i): variable for i, variable in enumerate(seeds)}
 
     def _epochs(self) -> list[int]:
@@ -176,19 +185,22 @@ class BackupState(keras.callbacks.Callback):
 
     def _last_common(self, strategy: BaseStrategy) -> int | None:
         """Return the last epoch of which every worker has a whole backup."""
-        whole = [-1] * _LOOKED_AT
+        whole, begun = [-1] * _LOOKED_AT, 0
         for epoch in self._epochs():
-            folder = self._folder(epoch)
-            own = (
-                *self._files(folder, strategy.rank),
-                folder / state_files.name_of(strategy.rank),
-                folder / state_files.MANIFEST,
-            )
-            if all(path.exists() for path in own):
+            begun = 1
+            if (self._folder(epoch) / state_files.MANIFEST).exists():
                 whole = [*whole[1:], epoch]
-        found = strategy.transport.all_gather(tf.constant(whole, tf.int64), "backups")
-        common = set.intersection(*[set(row) for row in found.numpy().tolist()])
-        return max(common - {-1}, default=None)
+        mine = tf.constant([begun, *whole], tf.int64)
+        found = strategy.transport.all_gather(mine, "backups").numpy().tolist()
+        common = set.intersection(*[set(row[1:]) for row in found]) - {-1}
+        without = [rank for rank, row in enumerate(found) if not row[0]]
+        if not common and without and any(max(row[1:]) >= 0 for row in found):
+            raise ValueError(
+                f"All workers must find a backup in {self.backup_dir}, or none. "
+                f"Received: no backup on ranks {without}. Copy it there, or remove it "
+                "everywhere to begin anew."
+            )
+        return max(common, default=None)
 
 
 def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:

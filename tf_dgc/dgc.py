@@ -52,9 +52,19 @@ class Selection(NamedTuple):
     exponent: tf.Tensor  # shape [], int32
 
 
-def first_nonfinite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return 0, or the index + 1 of the first gradient that is not finite, int32."""
+def first_nonfinite(
+    gradients: Sequence[Any], momentum: Momentum | None = None
+) -> tf.Tensor:
+    """Find what is not finite.
+
+    Returns:
+        0, or the index + 1 of the first gradient that is not finite, or that after the
+        last one for the learning rate, shape [], int32.
+    """
     bad = [tf.reduce_any(~tf.math.is_finite(_values(g))) for g in gradients]
+    if momentum is not None:
+        rate = tf.cast(momentum.learning_rate, tf.float32)
+        bad.append(~tf.math.is_finite(rate))
     if not bad:
         return tf.zeros([], tf.int32)
     first = tf.argmax(tf.cast(tf.stack(bad), tf.int32), output_type=tf.int32) + 1
@@ -81,8 +91,10 @@ def clip(gradients: Sequence[Any], clip_norm: float, workers: int) -> list[Any]:
     """
     if not gradients:
         return []
-    # In float64, where the squares of float32 do not overflow.
-    norm = tf.linalg.global_norm([tf.cast(_values(g), tf.float64) for g in gradients])
+    # In float64, where the squares of float32 do not overflow; dense, as the rows of
+    # IndexedSlices may repeat themselves.
+    dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    norm = tf.linalg.global_norm([tf.cast(gradient, tf.float64) for gradient in dense])
     limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
     scale = limit / tf.maximum(norm, limit)
     return [

@@ -50,27 +50,23 @@ def loss_and_compression(history: Any, steps_per_epoch: int | None = None) -> An
     """
     record = _record_of(history, "compression")
     steps = steps_per_epoch or (getattr(history, "params", None) or {}).get("steps")
+    # A fit that was resumed does not begin at epoch 0.
+    epochs = getattr(history, "epoch", None) or range(len(record["compression"]))
+    ends = [(epoch + 1) * (steps or 1) for epoch in epochs]
     pyplot = _pyplot()
     figure, left = pyplot.subplots(figsize=(8, 4.5))
     right = left.twinx()
     for name in ("loss", "val_loss"):
         if name in record:
-            left.plot(_ends(record[name], steps), record[name], label=name)
+            left.plot(ends, record[name], label=name)
     ratios = record["compression"]
-    right.step(
-        _ends(ratios, steps), ratios, "k:", where="mid", label="dense bytes / sent"
-    )
+    right.step(ends, ratios, "k:", where="mid", label="dense bytes / sent")
     left.set(xlabel="step" if steps else "epoch", ylabel="loss")
     right.set(ylabel="compression", yscale="log")
     lines = [*left.get_lines(), *right.get_lines()]
     left.legend(lines, [line.get_label() for line in lines], loc="upper right")
     figure.tight_layout()
     return figure
-
-
-def _ends(values: Sequence[float], steps: int | None) -> list[int]:
-    """Return where each epoch ends."""
-    return [(epoch + 1) * (steps or 1) for epoch in range(len(values))]
 
 
 def sparsity_by_layer(history: Any, epoch: int = -1) -> Any:

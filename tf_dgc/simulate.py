@@ -121,7 +121,8 @@ class SimulatedStrategy(BaseStrategy):
     N times a worker's velocity, residual and gradient.
 
     On real workers batch normalization keeps statistics of each worker's own share;
-    here all shares count. Layers with random numbers draw others.
+    here all shares count. Layers with random numbers draw others. Sparse gradients, of
+    embeddings, are made dense: they count as such in the traffic of dense training.
 
     Example:
         strategy = tf_dgc.simulate.SimulatedStrategy(64, tf_dgc.DGCConfig())
@@ -168,6 +169,19 @@ class SimulatedStrategy(BaseStrategy):
     def num_replicas_in_sync(self) -> int:
         """Number of logical workers, N."""
         return self._workers
+
+    def exchange_and_update(self, optimizer: Any, *args: Any) -> None:
+        """Exchange and update, once all workers have a gradient.
+
+        Raises:
+            ValueError: a single worker asks for it.
+        """
+        if self._process.busy:
+            raise ValueError(
+                "A training step must apply the gradients of `model.optimizer`, to be "
+                f"simulated. Received: those of {optimizer.name!r}"
+            )
+        super().exchange_and_update(optimizer, *args)
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None

@@ -138,12 +138,14 @@ class Clock:
 
     Attributes:
         step: shape [], int64.
+        total: sum of the figures of all steps, shape [4], int64, as in StepStats.
     """
 
     def __init__(self) -> None:
         """Create the variable, zero, outside of any graph."""
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = _variable(tf.zeros([], tf.int64), "dgc_clock")
+            self.total = _variable(tf.zeros([4], tf.int64), "dgc_total")
 
 
 class Counters:
@@ -155,7 +157,6 @@ class Counters:
         with tf.init_scope(), tf.device("CPU:0"):
             self._step = _variable(tf.constant(-1, tf.int64), "dgc_counted_step")
             self._last = _variable(tf.zeros([4], tf.int64), "dgc_last")
-            self.total = _variable(tf.zeros([4], tf.int64), "dgc_total")
 
     @property
     def last(self) -> tf.Tensor:
@@ -168,4 +169,4 @@ class Counters:
             again = tf.cast(self._step == self._clock.step, tf.int64)
             self._step.assign(self._clock.step.assign_add(again))
             self._last.assign(figures)
-            self.total.assign_add(figures)
+            self._clock.total.assign_add(figures)

@@ -2,21 +2,24 @@
 
 A folder of state holds
 
-    manifest.json     format, world size, and for each optimizer its variables, the
-                      shapes of its arrays, and the number of its exchanges
-    rank-00000.npz    the manifest once more, and the arrays of rank 0
+    manifest.json            format, number of the save, world size, and for each
+                             optimizer its variables, the shapes of its arrays, and the
+                             number of its exchanges
+    rank-00000.1a2b3c4d.npz  the manifest once more, and the arrays of rank 0; in its
+                             name the number of the save
 
-Every rank writes the manifest, the same one, as ranks may not share a disk.
+Every rank writes the manifest, the same one, as ranks may not share a disk. It is
+replaced when all files of its save are there, and the old ones go after that.
 """
 
-import contextlib
 import json
 import os
 import pathlib
+import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -40,26 +43,34 @@ _DAMAGE = (
 )
 
 
-def name_of(rank: int) -> str:
+def name_of(rank: int, save: int) -> str:
     """Return the name of a rank's file."""
-    return f"rank-{rank:05d}.npz"
+    return f"rank-{rank:05d}.{save:08x}.npz"
 
 
-def manifest_of(world_size: int, accounts: list[dict[str, Any]]) -> dict[str, Any]:
+def manifest_of(
+    save: int, world_size: int, accounts: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return a manifest.
 
     Args:
+        save: any number below 2**31; another one at the next save.
         world_size: N.
         accounts: for each optimizer "variables", a list of text; "arrays", a dictionary
             of names and shapes; "step", an integer.
     """
-    return {"format": FORMAT, "world_size": world_size, "accounts": accounts}
+    return {
+        "format": FORMAT,
+        "save": save,
+        "world_size": world_size,
+        "accounts": accounts,
+    }
 
 
 def prepare(
     folder: pathlib.Path, rank: int, manifest: dict[str, Any], arrays: Arrays
 ) -> None:
-    """Write a rank's files under temporary names.
+    """Write a rank's file, beside those of the save before.
 
     Args:
         folder: made where it is missing.
@@ -72,29 +83,27 @@ def prepare(
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(manifest)
-    with _synced(_temporary(folder, MANIFEST, rank)) as file:
-        file.write(text.encode())
-    with _synced(_temporary(folder, name_of(rank), rank)) as file:
+    with (folder / name_of(rank, manifest["save"])).open("wb") as file:
         octets = np.frombuffer(text.encode(), np.uint8)
         np.savez(file, allow_pickle=False, manifest=octets, **arrays)
-
-
-def commit(folder: pathlib.Path, rank: int) -> None:
-    """Give the files that `prepare` wrote their names, the manifest last."""
-    for name in (name_of(rank), MANIFEST):
-        os.replace(_temporary(folder, name, rank), folder / name)
-
-
-def _temporary(folder: pathlib.Path, name: str, rank: int) -> pathlib.Path:
-    return folder / f"{name}.tmp{rank}"
-
-
-@contextlib.contextmanager
-def _synced(path: pathlib.Path) -> Iterator[BinaryIO]:
-    with path.open("wb") as file:
-        yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def commit(folder: pathlib.Path, rank: int, manifest: dict[str, Any]) -> None:
+    """Make this save the one that counts, once all ranks have prepared it."""
+    temporary = folder / f"{MANIFEST}.tmp{rank}"
+    temporary.write_text(json.dumps(manifest))
+    sync(temporary)
+    temporary.replace(folder / MANIFEST)
+
+
+def clean(folder: pathlib.Path, rank: int, manifest: dict[str, Any]) -> None:
+    """Remove a rank's files of other saves, once all ranks have committed this one."""
+    own = re.compile(rf"rank-{rank:05d}\.[0-9a-f]{{8}}\.npz")
+    for path in folder.iterdir():
+        if own.fullmatch(path.name) and path.name != name_of(rank, manifest["save"]):
+            path.unlink(missing_ok=True)
 
 
 def sync(path: pathlib.Path) -> None:
@@ -122,7 +131,8 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
 def _checked_manifest(path: pathlib.Path, text: bytes) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
-        found = {key: manifest[key] for key in ("format", "world_size", "accounts")}
+        fields = ("format", "save", "world_size", "accounts")
+        found = {key: manifest[key] for key in fields}
         accounts = [
             (
                 list(map(str, account["variables"])),
@@ -141,12 +151,14 @@ def _checked_manifest(path: pathlib.Path, text: bytes) -> dict[str, Any]:
         raise ValueError(
             f"{path}: field 'format' must be {FORMAT!r}. Received: {found['format']!r}"
         )
-    if not isinstance(found["world_size"], int) or found["world_size"] < 1:
-        raise ValueError(
-            f"{path}: field 'world_size' must be 1 or more. Received: "
-            f"{found['world_size']!r}"
-        )
+    for field, least in (("save", 0), ("world_size", 1)):
+        if type(found[field]) is not int or found[field] < least:
+            raise ValueError(
+                f"{path}: field {field!r} must be an integer of at least {least}. "
+                f"Received: {found[field]!r}"
+            )
     return manifest_of(
+        found["save"],
         found["world_size"],
         [dict(zip(("variables", "arrays", "step"), a, strict=True)) for a in accounts],
     )
@@ -167,7 +179,7 @@ def read(
         ValueError: it is damaged, or does not belong to the manifest; names file and
             field.
     """
-    path = folder / name_of(rank)
+    path = folder / name_of(rank, manifest["save"])
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is missing: the state was saved by {manifest['world_size']} "

@@ -160,7 +160,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         return self._synchronizer.tensor_stats(reset)
 
-    def save_state(self, path: str | os.PathLike[str]) -> None:
+    def save_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
         """Write what all workers keep back to a folder; all workers call this.
 
         The weights are not in it: the model saves those. Each worker writes a file of
@@ -168,13 +170,16 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Args:
             path: of the folder; what was saved there is replaced.
+            model: only what is of its optimizers; by default all there is.
 
         Raises:
             OSError, ValueError: a worker could not write; on all workers.
         """
-        self._synchronizer.save(path)
+        self._synchronizer.save(path, model and _host.optimizers_of(model))
 
-    def restore_state(self, path: str | os.PathLike[str]) -> None:
+    def restore_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
         """Take over what `save_state` wrote; all workers call this.
 
         On the same number of workers training goes on bit for bit. On another number
@@ -183,28 +188,36 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         Args:
             path: of the folder.
+            model: as it was given to `save_state`.
 
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: a file is damaged or not of this training; names file and
                 field. Raised in the first step, where that sees the variables first.
         """
-        self._synchronizer.restore(path)
+        self._synchronizer.restore(path, model and _host.optimizers_of(model))
 
     def flush(self, model: keras.Model) -> None:
         """Apply all that the workers still keep back; all workers call this.
 
-        A last step without a new gradient, sent densely: nothing stays behind.
+        A last step without a new gradient, sent densely, of all optimizers that have
+        trained the model. Averages of weights (`use_ema`) do not see it.
 
         Args:
-            model: the one that was trained in this strategy's scope.
+            model: one that was trained in this strategy's scope.
+
+        Raises:
+            ValueError: a state was restored, and not trained with since.
         """
-        for optimizer in _host.inner_optimizers(model.optimizer):
-            update = functools.partial(_host.update_variables, optimizer, self)
-            with self.scope():
+        own = [variable.value for variable in model.trainable_variables]
+        with self.scope():
+            for optimizer, exchanged, variables in self._synchronizer.flush(own):
                 rate = tf.convert_to_tensor(optimizer.learning_rate)
-                for exchanged, variables in self._synchronizer.flush(optimizer):
-                    self._apply(optimizer, exchanged, variables, rate, update)
+                update = functools.partial(_host.update_variables, optimizer, self)
+                self._apply(optimizer, exchanged, variables, rate, update)
+            for variable in model.trainable_variables:
+                if variable.constraint is not None:
+                    variable.assign(variable.constraint(variable))
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None

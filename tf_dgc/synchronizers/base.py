@@ -7,8 +7,9 @@ mathematics of its own.
 
 import abc
 import dataclasses
+import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -24,7 +25,7 @@ class Exchanged(NamedTuple):
     """The result of one exchange."""
 
     gradients: list[Any]  # summed over the workers, each as it came in
-    compressed: list[bool]  # per gradient: momentum is already in it
+    compressed: list[bool]  # per gradient: it is SGD's step, momentum and rate in it
     apply: tf.Tensor | None  # shape [], bool: False where all skip; None is True
 
 
@@ -35,6 +36,7 @@ class Account:
     number: int  # in the order of first exchanges; the same on every worker
     variables: Sequence[Any]  # held, so that their identities stay theirs
     counters: Counters
+    owner: Callable[[], Any]  # None when it is gone
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class Synchronizer(abc.ABC):
         )
         self._opened = 0
         self._restored: list[saving.Record] = []  # for accounts to come
+        self._restored_for: Sequence[Any] | None = None  # their owners; None is all
         self._clock = Clock()
 
     def exchange(
@@ -90,7 +93,7 @@ class Synchronizer(abc.ABC):
         key = tuple(id(v) for v in variables)  # names repeat themselves in Keras 3
         if key not in accounts:
             with tf.init_scope():
-                accounts[key] = self._open(variables, momentum)
+                accounts[key] = self._open(owner, variables, momentum)
         account = accounts[key]
         exchanged, sent_bytes, sent_elements = self._exchange(
             account, list(gradients), momentum
@@ -100,13 +103,17 @@ class Synchronizer(abc.ABC):
         account.counters.record(tf.stack([sent_bytes, size, sent_elements, elements]))
         return exchanged
 
-    def _open(self, variables: Sequence[Any], momentum: dgc.Momentum | None) -> Account:
-        account = Account(self._opened, list(variables), Counters(self._clock))
+    def _open(
+        self, owner: object, variables: Sequence[Any], momentum: dgc.Momentum | None
+    ) -> Account:
+        counters = Counters(self._clock)
+        account = Account(self._opened, list(variables), counters, weakref.ref(owner))
         listed = {f"variable {i}": form for i, form in enumerate(account.forms)}
         handshake.agree(self.transport, "trained variables", listed)
         self._opened += 1
         self._prepare(account, momentum)
-        if self._restored:
+        wanted = self._restored_for
+        if self._restored and (wanted is None or _has(wanted, owner)):
             self._check(account, self._restored[0])
             self._load(account, self._restored.pop(0))
         return account
@@ -117,29 +124,39 @@ class Synchronizer(abc.ABC):
 
     # State: what is kept back, and restored.
 
-    def save(self, path: Any) -> None:
-        """Write this state, of all workers, to a folder. All workers call this."""
+    def save(self, path: Any, owners: Sequence[Any] | None = None) -> None:
+        """Write this state, of all workers, to a folder. All workers call this.
+
+        Args:
+            path: of the folder.
+            owners: only what is theirs; by default all there is.
+        """
         records = [
             saving.Record(
                 account.forms,
                 self._step_of(account),
                 {name: v.numpy() for name, v in self._arrays_of(account).items()},
             )
-            for account in self.accounts()
+            for account in self._accounts_of(owners)
         ]
-        saving.save(self.transport, path, [*records, *self._restored])
+        pending = self._restored if owners is None else []
+        saving.save(self.transport, path, [*records, *pending])
 
-    def restore(self, path: Any) -> None:
+    def restore(self, path: Any, owners: Sequence[Any] | None = None) -> None:
         """Take over a state that was saved. All workers call this.
 
         Optimizers that have not exchanged yet get theirs when they do, in the order of
         their first exchanges.
 
+        Args:
+            path: of the folder.
+            owners: only for these; by default for all.
+
         Raises:
             ValueError: the state is not of these variables; nothing was changed.
         """
         records = saving.load(self.transport, path)
-        accounts = self.accounts()
+        accounts = self._accounts_of(owners)
         if len(records) < len(accounts):
             raise ValueError(
                 f"The state in {path} must be of {len(accounts)} optimizers. Received: "
@@ -150,6 +167,14 @@ class Synchronizer(abc.ABC):
         for account, record in zip(accounts, records, strict=False):
             self._load(account, record)
         self._restored = records[len(accounts) :]
+        self._restored_for = owners
+
+    def _accounts_of(self, owners: Sequence[Any] | None) -> list[Account]:
+        gc.collect()  # owners that are gone, on all workers alike
+        found = self.accounts()
+        return (
+            found if owners is None else [a for a in found if _has(owners, a.owner())]
+        )
 
     def _check(self, account: Account, record: saving.Record) -> None:
         shapes = {k: v.shape.as_list() for k, v in self._arrays_of(account).items()}
@@ -176,13 +201,16 @@ class Synchronizer(abc.ABC):
         """Return how many exchanges count towards an account's schedule."""
         return 0
 
-    def flush(self, owner: object) -> list[tuple[Exchanged, Sequence[Any]]]:
-        """Sum up and clear what all workers keep back for an owner.
+    def flush(
+        self, variables: Sequence[Any]
+    ) -> Iterator[tuple[Any, Exchanged, Sequence[Any]]]:
+        """Sum up what all workers keep back of these variables, and clear it.
 
-        Returns:
-            For each of the owner's accounts gradients and their variables, if any.
+        Yields:
+            An owner, gradients and their variables. They are cleared when the next
+            ones are asked for.
         """
-        return []
+        yield from ()
 
     @abc.abstractmethod
     def _exchange(
@@ -195,10 +223,6 @@ class Synchronizer(abc.ABC):
         found = [a for owned in self._owners.values() for a in owned.values()]
         return sorted(found, key=lambda account: account.number)
 
-    def accounts_of(self, owner: Any) -> list[Account]:
-        """Return the accounts of an owner, in the same order."""
-        return list(self._owners.get(owner, {}).values())
-
     def residual_norm(self) -> tf.Tensor:
         """Return the Euclidean norm of what is kept back, shape [], float32."""
         return tf.zeros([])
@@ -209,10 +233,12 @@ class Synchronizer(abc.ABC):
 
     def stats(self, total: bool = False) -> StepStats:
         """Return this worker's figures of the last step, or summed over all steps."""
-        counters = [account.counters for account in self.accounts()]
-        counted = [each.total if total else each.last for each in counters]
-        figures = tf.unstack(sum(counted, tf.zeros([4], tf.int64)), 4)
-        return StepStats._make([*figures, self.residual_norm()])
+        if total:
+            counted = self._clock.total.read_value()
+        else:
+            last = [account.counters.last for account in self.accounts()]
+            counted = sum(last, tf.zeros([4], tf.int64))
+        return StepStats._make([*tf.unstack(counted, 4), self.residual_norm()])
 
     def _sum_dense(
         self, gradients: list[Any], variables: Sequence[Any], name: str
@@ -247,3 +273,7 @@ class Synchronizer(abc.ABC):
                 for part in (gradient.values, gradient.indices):
                     size += tf.size(part, tf.int64) * part.dtype.size
         return summed, tf.cast(size, tf.int64), tf.cast(elements, tf.int64)
+
+
+def _has(owners: Sequence[Any], owner: Any) -> bool:
+    return any(owner is each for each in owners)

@@ -6,7 +6,7 @@ Axes: P arena elements, N workers.
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -54,22 +54,36 @@ class DeepGradientCompression(Synchronizer):
         super()._load(account, record)
         self.arenas[account].state.step.assign(record.step)
 
-    def flush(self, owner: object) -> list[tuple[Exchanged, Sequence[Any]]]:
-        """Sum up and clear the residuals of an owner on all workers, eagerly."""
-        found: list[tuple[Exchanged, Sequence[Any]]] = []
-        for account in self.accounts_of(owner):
+    def flush(
+        self, variables: Sequence[Any]
+    ) -> Iterator[tuple[Any, Exchanged, Sequence[Any]]]:
+        """Sum up the residuals of these variables on all workers, eagerly; clear them.
+
+        Yields:
+            As the base class says.
+
+        Raises:
+            ValueError: a restored state waits for its optimizer's first step.
+        """
+        if self._restored:
+            raise ValueError(
+                "What was restored is taken over in the first step of its optimizer; "
+                "flush after that"
+            )
+        known = {id(variable) for variable in variables}
+        for account in self._accounts_of(None):
+            if not known.issuperset(map(id, account.variables)):
+                continue
             indices, layout, state, _, corrects = self.arenas[account]
             if not indices:
                 continue
             (summed,) = self.transport.all_reduce(
                 [state.residual.read_value()], f"{account.name}.flush"
             )
-            state.clear(self.config.momentum_masking)
-            variables = [account.variables[i] for i in indices]
             gradients = layout_lib.unflatten(layout, summed)
-            corrected = [corrects] * len(indices)
-            found.append((Exchanged(gradients, corrected, None), variables))
-        return found
+            exchanged = Exchanged(gradients, [corrects] * len(indices), None)
+            yield account.owner(), exchanged, [account.variables[i] for i in indices]
+            state.clear(self.config.momentum_masking)
 
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
@@ -135,10 +149,15 @@ class DeepGradientCompression(Synchronizer):
         if not config.momentum_correction:
             momentum = None
         arena = self.arenas[account]
+        if momentum is not None and momentum.factor and arena.state.velocity is None:
+            raise ValueError(
+                "The momentum of an optimizer must not be 0 at first and then change. "
+                f"Received: momentum={momentum.factor}"
+            )
         rest = [i for i in range(len(gradients)) if i not in arena.indices]
 
         def prepare(gradients: list[Any], state: dgc.State) -> Any:
-            nonfinite = dgc.first_nonfinite(gradients)
+            nonfinite = dgc.first_nonfinite(gradients, momentum)
             if config.clip_norm is not None:
                 gradients = dgc.clip(gradients, config.clip_norm, self.transport.size)
             compressed = [tf.convert_to_tensor(gradients[i]) for i in arena.indices]
@@ -152,7 +171,7 @@ class DeepGradientCompression(Synchronizer):
         )
         ok = tf.reduce_all(flags == 0)
         if config.nonfinite == "raise":
-            names = [v.name for v in variables]
+            names = [*(v.name for v in variables), "the learning rate"]
             with tf.control_dependencies([_refuse(flags, arena.state.step, names)]):
                 ok = tf.identity(ok)
         result: list[Any] = [None] * len(gradients)

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,14 +23,22 @@ class Record(NamedTuple):
 
 
 def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
-    """Write the records of all workers to a folder; all files change, or none does.
+    """Write the records of all workers to a folder.
+
+    Whenever it is cut short, the folder holds the state of before or this one, whole;
+    where workers have disks of their own, some may hold the one and some the other, and
+    `load` says so.
 
     Raises:
         OSError: of the disk, on the worker that met it.
-        ValueError: on the others then.
+        ValueError: on the others then, or where the workers' records differ.
     """
     folder = pathlib.Path(path)
+    number = tf.constant([secrets.randbelow(2**31)], tf.int64)
+    if not transport.alone:
+        number = transport.all_gather(number, "save")[0]
     manifest = state_files.manifest_of(
+        int(number[0]),
         transport.size,
         [
             {
@@ -45,11 +54,20 @@ def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
         for i, record in enumerate(records)
         for name, array in record.arrays.items()
     }
+    handshake.agree(transport, "state to save", _flat(manifest))
+    rank = transport.rank
     for write in (
-        lambda: state_files.prepare(folder, transport.rank, manifest, arrays),
-        lambda: state_files.commit(folder, transport.rank),
+        lambda: state_files.prepare(folder, rank, manifest, arrays),
+        lambda: state_files.commit(folder, rank, manifest),
+        lambda: state_files.clean(folder, rank, manifest),
     ):
         together(transport, "outcome of save_state", write)
+
+
+def _flat(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest as a record whose fields can be compared."""
+    accounts = {f"accounts[{i}]": a for i, a in enumerate(manifest["accounts"])}
+    return accounts | {name: manifest[name] for name in ("save", "world_size")}
 
 
 def load(transport: Transport, path: Any) -> list[Record]:
@@ -66,15 +84,15 @@ def load(transport: Transport, path: Any) -> list[Record]:
     manifest = together(
         transport, "manifest", lambda: state_files.read_manifest(folder)
     )
-    found = {f"account {i}": a for i, a in enumerate(manifest["accounts"])}
-    found["world_size"] = manifest["world_size"]
-    handshake.agree(transport, f"state in {folder}", found)
-    same = manifest["world_size"] == size
-    own = (
-        [transport.rank]
-        if same
-        else range(transport.rank, manifest["world_size"], size)
-    )
+    handshake.agree(transport, f"state in {folder}", _flat(manifest))
+    saved = manifest["world_size"]
+    same = saved == size
+    if transport.alone and size > 1 and not same:
+        raise ValueError(
+            f"{folder}: field 'world_size' must be {size}, as simulated workers are "
+            f"restored on as many. Received: {saved}"
+        )
+    own = [transport.rank] if same else range(transport.rank, saved, size)
     parts = together(
         transport,
         "outcome of restore_state",
