@@ -36,6 +36,29 @@ def joined(parts: Iterable[Any]) -> Any:
     return tf.nest.map_structure(join, *parts)
 
 
+class RowTest(tf.test.TestCase):
+    def test_what_has_no_rows_gets_one_of_zeros(self) -> None:
+        for empty in (
+            tf.zeros([0, 3]),
+            {"a": tf.zeros([0, 2, 2], tf.int64), "b": None},
+            (tf.constant([], tf.string), tf.zeros([0, 1])),
+        ):
+            found, count = data.at_least_one_row(empty)
+            self.assertEqual(int(count), 0)
+            for one, two in zip(
+                tf.nest.flatten(found), tf.nest.flatten(empty), strict=True
+            ):
+                if two is not None:
+                    self.assertEqual(one.shape, [1, *two.shape[1:]])
+                    self.assertEqual(one.dtype, two.dtype)
+
+    def test_what_has_rows_keeps_them(self) -> None:
+        rows = tf.reshape(tf.range(6), [2, 3])
+        (found, _), count = data.at_least_one_row((rows, None))
+        self.assertEqual(int(count), 2)
+        self.assertAllEqual(found, rows)
+
+
 def row_count(element: Any) -> int:
     part = tf.nest.flatten(element)[0]
     if isinstance(part, tf.RaggedTensor):

@@ -84,6 +84,31 @@ def rows_of(spec: Any, element: tuple[Any, ...], rank: Any, size: int) -> Any:
     return tf.nest.pack_sequence_as(spec, rows)
 
 
+def at_least_one_row(structure: Any) -> tuple[Any, tf.Tensor]:
+    """Add a row of zeros to tensors that have none, as some layers refuse those.
+
+    Args:
+        structure: tensors with rows along the first axis; ragged and sparse ones are
+            left as they are.
+
+    Returns:
+        The structure, and how many rows it had: shape [], int32.
+    """
+    flat = tf.nest.flatten(structure)
+    first = next(part for part in flat if part is not None)
+    count = tf.cast(_row_count(first), tf.int32)
+
+    def padded(part: Any) -> Any:
+        if not isinstance(part, tf.Tensor):
+            return part
+        row = tf.concat([[tf.cast(count == 0, tf.int32)], tf.shape(part)[1:]], axis=0)
+        joined = tf.concat([part, tf.zeros(row, part.dtype)], axis=0)
+        joined.set_shape([part.shape[0] or None, *part.shape[1:]])
+        return joined
+
+    return tf.nest.pack_sequence_as(structure, [padded(p) for p in flat]), count
+
+
 def _row_count(part: Any) -> Any:
     if isinstance(part, tf.RaggedTensor):
         return part.nrows()

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, optimizers
+from tf_dgc import _host, data, optimizers
 from tf_dgc.config import DGCConfig
 from tf_dgc.extended import OneReplicaExtended
 from tf_dgc.state import StepStats, TensorStats
@@ -230,16 +230,16 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         model = getattr(fn, "__self__", None)
         if isinstance(model, keras.Model):
             optimizers.check_model(model, self)
+        alone = self._transport.size == 1
+        if alone or getattr(fn, "__name__", "") != "one_step_on_data":
+            return super().run(fn, args, kwargs, options)
+        # Model.predict: each worker has the rows of its own share, maybe none.
+        args, count = data.at_least_one_row(args)
         outputs = super().run(fn, args, kwargs, options)
-        if (
-            getattr(fn, "__name__", "") == "one_step_on_data"
-            and self._transport.size > 1
-        ):
-            # Model.predict: each worker has the rows of its own share.
-            return tf.nest.map_structure(
-                lambda rows: self._transport.all_gather_ragged(rows, "predict"), outputs
-            )
-        return outputs
+        return tf.nest.map_structure(
+            lambda rows: self._transport.all_gather_ragged(rows[:count], "predict"),
+            outputs,
+        )
 
     def exchange_and_update(
         self,
