@@ -3,6 +3,7 @@
 import csv
 import pathlib
 import tempfile
+import types
 from typing import Any
 from unittest import mock
 
@@ -11,9 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
-from tf_dgc import callbacks
+from tf_dgc import _host, callbacks
 from tf_dgc.transports.local import LocalTransport
 
 FIGURES = {
@@ -228,6 +230,28 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(names, ["epoch-00005"])
         _, epochs = self.train(compressing)
         self.assertEqual(epochs, [])
+
+    def test_workers_of_which_some_have_no_backup_stop(self) -> None:
+        def work(transport: Loopback) -> int | None:
+            strategy = types.SimpleNamespace(transport=transport)
+            callback = callbacks.BackupState(self.folder / str(transport.rank))
+            return callback._last_common(strategy)
+
+        self.assertEqual(run_workers(3, work), [None] * 3)
+        for rank, epochs in enumerate([[1, 2], [2, 3], [2]]):
+            for outcome in outcomes(3, work) if rank else []:
+                self.assertRegex(str(outcome), r"no backup on ranks \[.*2\]. Copy it")
+            for epoch in epochs:
+                whole = self.folder / str(rank) / f"epoch-0000{epoch}"
+                whole.mkdir(parents=True)
+                (whole / "manifest.json").touch()
+        self.assertEqual(run_workers(3, work), [2] * 3)
+        (whole / "manifest.json").unlink()  # begun there, and not whole
+        self.assertEqual(run_workers(3, work), [None] * 3)
+
+    def test_a_keras_without_initial_epochs_is_named(self) -> None:
+        with self.assertRaisesRegex(ImportError, "needs Model._initial_epoch"):
+            _host.set_initial_epoch(object(), 3)
 
     def test_the_folder_has_a_name(self) -> None:
         with self.assertRaisesRegex(ValueError, "`backup_dir` must be the path of a"):

@@ -43,7 +43,15 @@ TIERS = (
         "synchronizers.dense",
         "synchronizers.saving",
     ),
-    ("extended", "optimizers", "strategy", "simulate", "horovod", "callbacks"),
+    (
+        "extended",
+        "optimizers",
+        "seam",
+        "strategy",
+        "simulate",
+        "horovod",
+        "callbacks",
+    ),
     ("",),  # the package itself
 )
 TIER_OF = {name: tier for tier, names in enumerate(TIERS) for name in names}

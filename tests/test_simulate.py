@@ -1,5 +1,6 @@
 """Simulated workers do what real ones do, bit for bit where they share the code."""
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -187,6 +188,18 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         model = small_model(strategy, lambda: sgd(**{name: value}))
         with self.assertRaisesRegex(ValueError, f"single workers alone.*{name}"):
             model.fit(features.batches(), verbose=0)
+
+    def test_state_of_another_number_of_workers(self) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        strategy = simulate.SimulatedStrategy(3, config)
+        small_model(strategy).fit(features.batches(), verbose=0)
+        strategy.save_state(folder)
+        strategy.restore_state(folder)
+        for workers in (2, 4):
+            other = simulate.SimulatedStrategy(workers, config)
+            with self.assertRaisesRegex(ValueError, f"'world_size' must be {workers}"):
+                other.restore_state(folder)
 
     def test_loss_scaling(self) -> None:
         strategy = simulate.SimulatedStrategy(2)

@@ -57,6 +57,10 @@ def first_nonfinite(
 ) -> tf.Tensor:
     """Find what is not finite.
 
+    Args:
+        gradients: tensors or IndexedSlices.
+        momentum: its learning rate counts, too.
+
     Returns:
         0, or the index + 1 of the first gradient that is not finite, or that after the
         last one for the learning rate, shape [], int32.

@@ -4,14 +4,17 @@ Variables are plain tf.Variables, so models save and load as on one machine; onl
 Keras metrics accumulate is kept by worker and summed when it is read.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_dgc import _host, data
 from tf_dgc.transports import Transport, handshake
 
+_logger = logging.getLogger("tf_dgc")
 _ReduceOp = tf.distribute.ReduceOp
 # Workers must not drop out the same units: each adds its rank, times this.
 _SEED_STRIDE = 7919
@@ -141,7 +144,26 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             return value._values
         return (value,)
 
+    def warn_if_unused(self) -> None:
+        """Warn, at the end of the process, where nothing was made in the scope."""
+        if not self.used:
+            _logger.warning(
+                "No variable was made in the scope of this strategy, so nothing was "
+                "synchronised: build and compile the model inside `with "
+                "strategy.scope():`"
+            )
+
     # Data.
+
+    def share_seed(self) -> None:
+        """Give all workers one global seed where the user has set none.
+
+        They shuffle alike then, and split the same batches between them.
+        """
+        if _host.global_seed() is None:
+            seed = keras.random.randint([], 0, 2**31 - 1, "int32", seed=None)
+            (seed,) = self._transport.broadcast([tf.convert_to_tensor(seed)], "seed")
+            tf.random.set_seed(int(seed))
 
     def _input_context(self) -> tf.distribute.InputContext:
         size = self._transport.size

@@ -104,3 +104,11 @@ def segment_of_block(layout: Layout) -> np.ndarray:
     """Return the index of the segment of each block, shape [B], int64."""
     blocks = [-(-segment.size // BLOCK) for segment in layout.segments]
     return np.repeat(np.arange(len(blocks), dtype=np.int64), blocks)
+
+
+def count_by_segment(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
+    """Count positions, shape [C], int64, by segment: shape [T], int64."""
+    ends = tf.constant([s.offset + s.size for s in layout.segments], tf.int64)
+    segment = tf.searchsorted(ends, positions, side="right")
+    count = len(layout.segments)
+    return tf.math.bincount(segment, None, count, count, tf.int64)

@@ -64,7 +64,7 @@ class _OneProcess(LocalTransport):
 
 
 def for_each_worker(fn: Callable[[Any], Any], workers: int) -> Any:
-    """Call `fn` with each rank in turn; stack what it returns, None left out.
+    """Call `fn` with each rank in turn; stack what it returns, as [N, ...].
 
     Args:
         fn: takes a rank, an integer or a tensor of shape [], int32, and returns a

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_dgc import dgc
+from tf_dgc import layout as layout_lib
 from tf_dgc.layout import Layout
 
 
@@ -86,10 +87,7 @@ class Coverage:
         """Take in the positions sent in one step, shape [C], int64."""
         marks = tf.IndexedSlices(tf.ones_like(positions, tf.bool), positions)
         self._sent.scatter_update(marks)
-        ends = [s.offset + s.size for s in self._layout.segments]
-        of = tf.searchsorted(tf.constant(ends, tf.int64), positions, side="right")
-        count = len(ends)
-        self._counts.assign_add(tf.math.bincount(of, None, count, count, tf.int64))
+        self._counts.assign_add(layout_lib.count_by_segment(self._layout, positions))
         self._steps.assign_add(1)
 
     def record_all(self) -> None:

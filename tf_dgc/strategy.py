@@ -1,9 +1,6 @@
-"""The tf.distribute strategies: one replica in each process, one seam to Keras.
+"""The tf.distribute strategies: one replica in each process.
 
-An optimizer calls, in its replica context, `all_reduce(SUM, gradients)` and then
-`merge_call(update, (gradients and variables, learning rate))`. The first is answered
-with the local gradients, marked pending. The second brings the variables too: there
-the synchronizer exchanges, and the update runs on the result.
+How an optimizer's gradients come to the synchronizer is told in `seam.py`.
 """
 
 import atexit
@@ -19,67 +16,13 @@ import tensorflow as tf
 from tf_dgc import _host, data, optimizers
 from tf_dgc.config import DGCConfig
 from tf_dgc.extended import OneReplicaExtended
+from tf_dgc.seam import ReplicaContext
 from tf_dgc.state import StepStats, TensorStats
-from tf_dgc.synchronizers import (
-    DeepGradientCompression,
-    Dense,
-    Exchanged,
-    Synchronizer,
-)
+from tf_dgc.synchronizers import DeepGradientCompression, Dense, Exchanged, Synchronizer
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.version import __version__
 
 _logger = logging.getLogger("tf_dgc")
-
-
-class ReplicaContext(tf.distribute.ReplicaContext):
-    """The seam: sees an optimizer's gradients together with their variables."""
-
-    def __init__(self, strategy: "BaseStrategy") -> None:
-        super().__init__(strategy, replica_id_in_sync_group=strategy.rank)
-        self._pending: list[Any] = []
-
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Defer an optimizer's reduction to its merge_call; do any other."""
-        if not isinstance(value, list) or _host.calling_optimizer() is None:
-            return super().all_reduce(reduce_op, value, options)
-        local = [
-            tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in value
-        ]
-        self._pending.extend(local)
-        return local
-
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Exchange pending gradients, then run `merge_fn` on the result."""
-        optimizer = getattr(merge_fn, "__self__", None)
-        if not isinstance(optimizer, keras.optimizers.Optimizer) or not self._pending:
-            return super().merge_call(merge_fn, args, kwargs)
-        pairs, learning_rate = args
-        known = {id(gradient) for gradient in self._pending}
-        strange = [v.name for g, v in pairs if g is not None and id(g) not in known]
-        if strange:
-            raise RuntimeError(
-                f"The optimizer {optimizer.name!r} changed gradients between their "
-                f"reduction and their use, which cannot be followed: {strange}"
-            )
-        self._pending.clear()
-
-        def update(pairs: list[Any], rate: Any) -> None:
-            super(ReplicaContext, self).merge_call(merge_fn, (pairs, rate), kwargs)
-
-        self.strategy.exchange_and_update(optimizer, pairs, learning_rate, update)
-        return None
-
-    def refuse_pending(self) -> None:
-        """Raise RuntimeError where a reduction was asked for and never used."""
-        if self._pending:
-            raise RuntimeError(
-                f"An optimizer reduced {len(self._pending)} gradients and did not "
-                "apply them: they were not exchanged between the workers. Use "
-                "`optimizer.apply` or `apply_gradients` as Keras defines them."
-            )
 
 
 class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -109,12 +52,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             **(config.get_config() if config else {}),
         }
         handshake.agree(self._transport, "versions and settings", record)
-        self._share_seed()
         tf.distribute.Strategy.__init__(
             self, OneReplicaExtended(self, self._transport, ReplicaContext)
         )
         if self._transport.size > 1:
-            atexit.register(_warn_if_unused, self.extended)
+            self.extended.share_seed()
+            atexit.register(self.extended.warn_if_unused)
 
     @property
     def rank(self) -> int:
@@ -267,10 +210,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             variables,
             optimizers.momentum_of(optimizer, learning_rate),
         )
-
-        def apply() -> None:
-            self._apply(optimizer, exchanged, variables, learning_rate, update)
-
+        apply = functools.partial(
+            self._apply, optimizer, exchanged, variables, learning_rate, update
+        )
         if exchanged.apply is None:
             apply()
         else:
@@ -292,16 +234,6 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         finally:
             self.extended.exchanged = False
-
-    def _share_seed(self) -> None:
-        """Give all workers one global seed where the user has set none.
-
-        They shuffle alike then, and split the same batches between them.
-        """
-        if self._transport.size > 1 and _host.global_seed() is None:
-            seed = keras.random.randint([], 0, 2**31 - 1, "int32", seed=None)
-            (seed,) = self._transport.broadcast([tf.convert_to_tensor(seed)], "seed")
-            tf.random.set_seed(int(seed))
 
 
 class DenseStrategy(BaseStrategy):
@@ -366,12 +298,4 @@ class DGCStrategy(BaseStrategy):
             )
         super().__init__(
             transport, config, lambda found: DeepGradientCompression(found, config)
-        )
-
-
-def _warn_if_unused(extended: OneReplicaExtended) -> None:
-    if not extended.used:
-        _logger.warning(
-            "No variable was made in the scope of this strategy, so nothing was "
-            "synchronised: build and compile the model inside `with strategy.scope():`"
         )

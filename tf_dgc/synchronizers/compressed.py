@@ -157,10 +157,13 @@ class DeepGradientCompression(Synchronizer):
         rest = [i for i in range(len(gradients)) if i not in arena.indices]
 
         def prepare(gradients: list[Any], state: dgc.State) -> Any:
+            gradients = list(gradients)
+            for i in arena.indices:
+                gradients[i] = tf.convert_to_tensor(gradients[i])
             nonfinite = dgc.first_nonfinite(gradients, momentum)
             if config.clip_norm is not None:
                 gradients = dgc.clip(gradients, config.clip_norm, self.transport.size)
-            compressed = [tf.convert_to_tensor(gradients[i]) for i in arena.indices]
+            compressed = [gradients[i] for i in arena.indices]
             gradient = layout_lib.flatten(arena.layout, compressed)
             state = dgc.accumulate(state, gradient, momentum)
             return [gradients[i] for i in rest], nonfinite, state

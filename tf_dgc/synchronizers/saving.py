@@ -128,7 +128,7 @@ def together(transport: Transport, subject: str, act: Callable[[], Any]) -> Any:
     """
     try:
         result = act()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the others must hear of it
         with contextlib.suppress(ValueError):
             handshake.agree(transport, subject, {"error": str(error)})
         raise
