@@ -13,7 +13,7 @@ import sys
 
 import keras
 import tensorflow as tf
-from digits import build, load, make_strategy, weights_agree
+from digits import build, load, make_strategy, report
 
 
 def arguments() -> argparse.Namespace:
@@ -82,14 +82,8 @@ def main() -> int:
         for batch in strategy.experimental_distribute_dataset(unseen)
     )
 
-    agree = weights_agree(model, strategy)
-    if strategy.is_chief:
-        total = strategy.stats(total=True)
-        verdict = "bit-identical" if agree else "NOT identical"
-        print(f"test accuracy      {right / len(test[0]):.2%} of {len(test[0])} images")
-        print(f"sent per worker    {int(total.sent_bytes):,} bytes")
-        print(f"dense would send   {int(total.dense_bytes):,} bytes")
-        print(f"weights            {verdict} on all workers")
+    accuracy, taken = right / len(test[0]), args.epochs * steps
+    agree = report(model, strategy, accuracy, len(test[0]), taken)
     return 0 if agree else 1
 
 

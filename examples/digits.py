@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import zlib
+from typing import Any
 
 import keras
 import numpy as np
@@ -64,6 +65,24 @@ def weights_agree(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
     return len(set(strategy.gather(own, axis=0).numpy())) == 1
 
 
+def report(
+    model: keras.Model, strategy: Any, accuracy: float, images: int, steps: int
+) -> bool:
+    """Prints on worker 0 how it went; tells whether all have the same weights."""
+    agree = weights_agree(model, strategy)
+    total = strategy.stats(total=True)
+    sent, dense = int(total.sent_bytes), int(total.dense_bytes)
+    if strategy.is_chief:
+        count, transport = strategy.num_replicas_in_sync, strategy.transport.name
+        verdict = "bit-identical" if agree else "NOT identical"
+        print(f"test accuracy      {accuracy:.2%} of {images} images")
+        print(f"workers            {count}, transport {transport}")
+        print(f"sent per worker    {sent:,} bytes, {sent // steps:,} per step")
+        print(f"dense would send   {dense:,} bytes, {dense // steps:,} per step")
+        print(f"weights            {verdict} on all workers")
+    return agree
+
+
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -97,21 +116,13 @@ def main() -> int:
     model.fit(data, validation_data=validation, **settings)
     _, accuracy = model.evaluate(*test, batch_size=args.batch_size, verbose=0)
 
-    agree = weights_agree(model, strategy)
-    total = strategy.stats(total=True)
-    sent, dense = int(total.sent_bytes), int(total.dense_bytes)
     steps = int(model.optimizer.iterations)
-    if strategy.is_chief:
-        count, transport = strategy.num_replicas_in_sync, strategy.transport.name
-        verdict = "bit-identical" if agree else "NOT identical"
-        print(f"test accuracy      {accuracy:.2%} of {len(test[0])} images")
-        print(f"workers            {count}, transport {transport}")
-        print(f"sent per worker    {sent:,} bytes, {sent // steps:,} per step")
-        print(f"dense would send   {dense:,} bytes, {dense // steps:,} per step")
-        print(f"weights            {verdict} on all workers")
-        if args.json:
-            figures = {"accuracy": accuracy, "sent_bytes": sent, "dense_bytes": dense}
-            print(json.dumps(figures | {"steps": steps, "identical": agree}))
+    agree = report(model, strategy, accuracy, len(test[0]), steps)
+    if args.json and strategy.is_chief:
+        total = strategy.stats(total=True)
+        sent, dense = int(total.sent_bytes), int(total.dense_bytes)
+        figures = {"accuracy": accuracy, "sent_bytes": sent, "dense_bytes": dense}
+        print(json.dumps(figures | {"steps": steps, "identical": agree}))
     return 0 if agree else 1
 
 

@@ -5,9 +5,10 @@
     scripts/parity.py text --jobs 2 --rows dense dgc rate_1:learning_rate=1.0
 
 Trains a ResNet-8 on CIFAR-10, or an LSTM language model on characters, on logical
-workers in one process (`tf_dgc.simulate`). A row of the table is a name from ROWS
-below, or a name of one's own with settings: of DGCConfig or of the task (learning_rate,
-batch_size, ...); `warmup_epochs` is counted in epochs.
+workers in one process (`tf_dgc.simulate`); with a `period`, which averages parameters,
+on real ones (`run_local.py`). A row of the table is a name from ROWS below, or a name
+of one's own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...),
+or of averaging; `warmup_epochs` is counted in epochs.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
@@ -46,6 +47,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "no_masking": {"momentum_masking": False},
     "no_warmup": {"warmup_epochs": 0},
     "float16": {"value_dtype": "float16"},
+    "period_4": {"period": 4},
+    "period_16": {"period": 16},
+    "period_64": {"period": 64},
+    "outer_16": {"period": 16, "outer_rate": 0.7},
+    "compressed_16": {"period": 16, "compress": True, "sparsity": 0.99},
 }
 TASKS: dict[str, dict[str, Any]] = {
     "cifar10": {
@@ -73,6 +79,14 @@ DEFAULTS: dict[str, Any] = {
     "sample_fraction": 0.01,
     "value_dtype": "float32",
 }
+# Of averaging; they are no part of other rows, which have no period.
+AVERAGING: dict[str, Any] = {
+    "period": None,
+    "synchronous_steps": 0,
+    "outer_rate": None,
+    "outer_momentum": 0.9,
+    "compress": False,
+}
 
 
 def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
@@ -87,6 +101,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
             f"{name!r} is not one of {', '.join(ROWS)}, and has no settings"
         )
     settings = DEFAULTS | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
+    settings |= AVERAGING if averages(row) else {}
     settings |= ROWS.get(name, {})
     call = ast.parse(f"dict({own})", mode="eval").body
     assert isinstance(call, ast.Call)
@@ -94,6 +109,12 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
     if call.args or given.keys() - settings.keys():
         raise ValueError(f"{own!r} must set some of {', '.join(settings)}")
     return settings | given
+
+
+def averages(row: str) -> bool:
+    """Tells whether a row averages parameters."""
+    name, _, own = row.partition(":")
+    return "period" in ROWS.get(name, {}) or "period=" in own
 
 
 def load_images(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
@@ -166,12 +187,39 @@ def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     return data, unseen, len(train[0]) // args.batch_size, build
 
 
+def compression_of(settings: dict[str, Any], warmup_steps: int = 0) -> Any:
+    """Returns the settings that are of DGCConfig."""
+    import tf_dgc
+
+    known = {field.name for field in dataclasses.fields(tf_dgc.DGCConfig)}
+    own = {key: value for key, value in settings.items() if key in known}
+    return tf_dgc.DGCConfig(warmup_steps=warmup_steps, **own)
+
+
+def averaging_of(settings: dict[str, Any]) -> Any:
+    """Joins the real workers that this process is one of."""
+    import keras
+
+    import tf_dgc
+
+    def outer() -> keras.optimizers.Optimizer:
+        momentum = settings["outer_momentum"]
+        return keras.optimizers.SGD(settings["outer_rate"], momentum, nesterov=True)
+
+    config = tf_dgc.AveragingConfig(
+        period=settings["period"],
+        synchronous_steps=settings["synchronous_steps"],
+        outer_optimizer=outer if settings["outer_rate"] else None,
+        compression=compression_of(settings) if settings["compress"] else None,
+    )
+    return tf_dgc.ParameterAveragingStrategy(config)
+
+
 def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     """Returns what one run gave."""
     import keras
     import tensorflow as tf
 
-    import tf_dgc
     from tf_dgc import simulate
 
     if args.threads:
@@ -179,13 +227,13 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
         tf.config.threading.set_inter_op_parallelism_threads(args.threads)
     settings = settings_of(args, row)
     args.batch_size = settings["batch_size"]
+    strategy = averaging_of(settings) if averages(row) else None
     keras.utils.set_random_seed(seed)
     load = load_images if args.task == "cifar10" else load_text
     data, unseen, steps, build = load(args)
-    known = {field.name for field in dataclasses.fields(tf_dgc.DGCConfig)}
-    own = {key: value for key, value in settings.items() if key in known}
-    own["warmup_steps"] = round(settings["warmup_epochs"] * steps)
-    strategy = simulate.SimulatedStrategy(args.workers, tf_dgc.DGCConfig(**own))
+    if strategy is None:
+        config = compression_of(settings, round(settings["warmup_epochs"] * steps))
+        strategy = simulate.SimulatedStrategy(args.workers, config)
     with strategy.scope():
         model = build()
         sgd = keras.optimizers.SGD(
@@ -198,7 +246,10 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
         model.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"])
     start = time.monotonic()
     history = model.fit(
-        data, epochs=args.epochs, validation_data=unseen, verbose=args.verbose
+        data,
+        epochs=args.epochs,
+        validation_data=unseen,
+        verbose=args.verbose if strategy.is_chief else 0,
     ).history
     seconds = time.monotonic() - start
     total = strategy.stats(total=True)
@@ -213,6 +264,7 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
         "sent_bytes": int(total.sent_bytes),
         "dense_bytes": int(total.dense_bytes),
         "seconds": round(seconds),
+        "chief": bool(strategy.is_chief),
     }
 
 
@@ -240,6 +292,9 @@ def run_all(args: argparse.Namespace) -> int:
         row, seed = pair
         own = ["--rows", row, "--one", str(seed)]
         command = [sys.executable, __file__, *sys.argv[1:], *own]
+        if averages(row):
+            several = [sys.executable, str(HERE / "run_local.py")]
+            command = [*several, "-n", str(args.workers), "--", *command]
         ok = subprocess.run(command, check=False).returncode == 0
         print(f"{row}, seed {seed}: {'done' if ok else 'FAILED'}", flush=True)
         return ok
@@ -271,7 +326,7 @@ def report(folder: pathlib.Path) -> None:
         flushed = [figure_of(task, result["flushed"])[0] for result in results]
         sent = sum(result["sent_bytes"] for result in results)
         dense = sum(result["dense_bytes"] for result in results)
-        usual = DEFAULTS | TASKS[task]
+        usual = DEFAULTS | TASKS[task] | AVERAGING
         changed = [
             f"{key}={value}"
             for key, value in results[0]["settings"].items()
@@ -355,6 +410,8 @@ def main() -> int:
     if args.one is not None:
         (row,) = args.rows
         result = train(args, row, args.one)
+        if not result.pop("chief"):
+            return 0
         file = file_of(args, row, args.one)
         unfinished = file.with_suffix(".tmp")
         unfinished.write_text(json.dumps(result, indent=1))

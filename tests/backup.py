@@ -23,11 +23,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--shared", action="store_true", help="one folder for all")
+    parser.add_argument("--averaging", action="store_true")
     parser.add_argument("--kill-rank", type=int)
     parser.add_argument("--kill-step", type=int)
     args = parser.parse_args()
+    strategy: tf_dgc.DGCStrategy | tf_dgc.ParameterAveragingStrategy
     config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=6)
-    strategy = tf_dgc.DGCStrategy(config)
+    if args.averaging:
+        strategy = tf_dgc.ParameterAveragingStrategy(
+            tf_dgc.AveragingConfig(
+                period=3,
+                compression=config,
+                outer_optimizer=lambda: keras.optimizers.SGD(0.7, momentum=0.9),
+            )
+        )
+    else:
+        strategy = tf_dgc.DGCStrategy(config)
     keras.utils.set_random_seed(5)
     with strategy.scope():
         layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)

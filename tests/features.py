@@ -34,6 +34,23 @@ STRATEGIES: dict[str, Callable[[str], Any]] = {
         tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=6, clip_norm=5.0),
         transport=transport,
     ),
+    # Rounds in the midst of an epoch of four steps, and at its end.
+    "averaging": lambda transport: tf_dgc.ParameterAveragingStrategy(
+        tf_dgc.AveragingConfig(period=3, synchronous_steps=2), transport=transport
+    ),
+    "averaging_every_step": lambda transport: tf_dgc.ParameterAveragingStrategy(
+        tf_dgc.AveragingConfig(period=1, average_slots=True), transport=transport
+    ),
+    "averaging_by_all_means": lambda transport: tf_dgc.ParameterAveragingStrategy(
+        tf_dgc.AveragingConfig(
+            period="adaptive",
+            min_period=2,
+            max_period=3,
+            outer_optimizer=lambda: keras.optimizers.SGD(0.7, momentum=0.5),
+            compression=tf_dgc.DGCConfig(sparsity=0.9, min_elements=1),
+        ),
+        transport=transport,
+    ),
 }
 FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {}
 
@@ -366,6 +383,8 @@ def custom_loop(strategy: Any) -> dict[str, Any]:
     for _ in range(3):
         for x, y in strategy.experimental_distribute_dataset(batches()):
             losses.append(float(step(x, y)))
+    if isinstance(strategy, tf_dgc.ParameterAveragingStrategy):
+        strategy.flush(model)
     weights = model.get_weights()
     return {
         "history": {"loss": losses},
@@ -438,6 +457,61 @@ def keras_random_data_augmentation_and_seeds(strategy: Any) -> dict[str, Any]:
         return {"differs": True}
     gathered = strategy.gather(noise[tf.newaxis], axis=0).numpy()
     return {"differs": len(np.unique(gathered, axis=0)) == len(gathered)}
+
+
+@feature
+def state_saved_in_the_midst_of_an_epoch(strategy: Any) -> dict[str, Any]:
+    def model_of() -> keras.Model:
+        with scope(strategy):
+            model = mlp(keras.layers.BatchNormalization())
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+            model.optimizer.build(model.trainable_variables)  # so that it is loaded
+        return model
+
+    def crc_of(model: keras.Model) -> int:
+        return zlib.crc32(b"".join(v.numpy().tobytes() for v in model.weights))
+
+    whole = model_of()
+    with tempfile.TemporaryDirectory() as folder:
+        weights = os.path.join(folder, "own.weights.h5")
+        state = os.path.join(folder, "state")
+
+        def save(batch: int, logs: Any) -> None:
+            if batch == 4:
+                whole.save_weights(weights)
+                if strategy is not None:
+                    strategy.save_state(state, whole)
+
+        fit = {"verbose": 0, "shuffle": False}
+        watch = keras.callbacks.LambdaCallback(on_train_batch_end=save)
+        data = batches(64, 8)
+        history = whole.fit(data, callbacks=[watch], **fit)
+        resumed = model_of()
+        if strategy is not None and strategy.num_replicas_in_sync == 1:
+            resumed.fit(data.take(2), **fit)  # it is taken over after steps, too
+        resumed.load_weights(weights)
+        if strategy is not None:
+            strategy.restore_state(state, resumed)
+    resumed.fit(data.skip(5), **fit)
+    loss = {"loss": history.history["loss"]}
+    return {"history": loss, "continued": crc_of(resumed) == crc_of(whole)}
+
+
+@feature
+def data_that_end_early_on_some_workers(strategy: Any) -> dict[str, Any]:
+    if not isinstance(strategy, tf_dgc.ParameterAveragingStrategy):
+        return {}  # others need as many batches on every worker
+    if strategy.config.synchronous_steps:
+        return {}
+    with scope(strategy):
+        model = mlp(keras.layers.BatchNormalization())
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+
+    def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return batches(64, 8).take(7 - 2 * context.input_pipeline_id)
+
+    data = strategy.distribute_datasets_from_function(own)
+    return outcome(model, model.fit(data, epochs=3, verbose=0))
 
 
 def main() -> None:

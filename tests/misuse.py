@@ -59,6 +59,34 @@ def strategies_differ() -> None:
 
 
 @case
+def averaging_configs_differ() -> None:
+    def outer() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(0.7 + 0.1 * own_rank(), momentum=0.9)
+
+    config = tf_dgc.AveragingConfig(outer_optimizer=outer)
+    tf_dgc.ParameterAveragingStrategy(config)
+
+
+@case
+def outer_optimizer_made_too_early() -> None:
+    config = tf_dgc.AveragingConfig(outer_optimizer=keras.optimizers.SGD(0.7))
+    tf_dgc.ParameterAveragingStrategy(config)
+
+
+@case
+def parameters_not_finite() -> None:
+    config = tf_dgc.AveragingConfig(period=3)
+    strategy = tf_dgc.ParameterAveragingStrategy(config)
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+    if strategy.rank == 1:
+        model.layers[1].bias.assign([np.nan])
+    fit(model)
+
+
+@case
 def models_differ() -> None:
     strategy = tf_dgc.DenseStrategy()
     with strategy.scope():

@@ -13,19 +13,21 @@ SCRIPT = str(launch.ROOT / "tests" / "backup.py")
 
 @pytest.mark.processes
 class BackupTest(parameterized.TestCase, unittest.TestCase):
-    @parameterized.parameters(("collective", 1, 10), ("hybrid", 0, 7))
+    @parameterized.parameters(
+        ("collective", 1, 10), ("hybrid", 0, 7), ("collective", 0, 14, "--averaging")
+    )
     def test_sigkill_at_any_step_changes_nothing(
-        self, launcher: str, rank: int, step: int
+        self, launcher: str, rank: int, step: int, *strategy: str
     ) -> None:
         if launcher != "collective" and launch.horovod_missing():
             self.skipTest(launch.horovod_missing())
         folder = self.enterContext(tempfile.TemporaryDirectory())
         options: dict[str, Any] = {"launcher": launcher, "timeout": 200}
-        expected = launch.results(launch.run(SCRIPT, folder, **options))
+        expected = launch.results(launch.run(SCRIPT, folder, *strategy, **options))
         die = "--kill-rank", str(rank), "--kill-step", str(step)
-        killed = launch.run(SCRIPT, folder, *die, **options)
+        killed = launch.run(SCRIPT, folder, *strategy, *die, **options)
         self.assertNotEqual(killed.returncode, 0)
-        found = launch.results(launch.run(SCRIPT, folder, **options))
+        found = launch.results(launch.run(SCRIPT, folder, *strategy, **options))
         for one, two in zip(expected, found, strict=True):
             self.assertEqual(one["crc"], two["crc"])
             self.assertEqual(two["epochs"], list(range(step // 4, 5)))

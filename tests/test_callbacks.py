@@ -66,6 +66,18 @@ class CompressionStatsTest(tf.test.TestCase):
         # What was not sent once in an epoch of 4 steps is at least that much.
         self.assertGreater(found.history["stale"][-1], 0.3)
 
+    def test_rounds_of_averaging_are_told(self) -> None:
+        config = tf_dgc.AveragingConfig(period=3)
+        strategy = tf_dgc.ParameterAveragingStrategy(config, transport="local")
+        model = model_of(strategy)
+        stats = callbacks.CompressionStats()
+        found = model.fit(features.batches(), epochs=2, verbose=0, callbacks=[stats])
+        # Four steps an epoch: one round after three, one at the end.
+        self.assertEqual(found.history["rounds"], [2, 2])
+        self.assertEqual(found.history["period"], [3, 3])
+        self.assertEqual(found.history["distance"], [0.0, 0.0])  # alone
+        self.assertContainsSubset(FIGURES - {"stale"}, found.history)
+
     def test_figures_by_tensor(self) -> None:
         strategy = compressing()
         model = model_of(strategy)

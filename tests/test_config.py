@@ -4,12 +4,13 @@ import dataclasses
 import json
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tf_dgc.config import DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig
 
 steady = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -161,6 +162,85 @@ class DGCConfigTest(tf.test.TestCase):
                     json.loads(json.dumps(config.get_config()))
                 )
                 self.assertEqual(again, config)
+
+
+averagings = st.builds(
+    AveragingConfig,
+    period=st.integers(1, 10**6) | st.just("adaptive"),
+    min_period=st.integers(1, 10),
+    max_period=st.integers(10, 1000),
+    synchronous_steps=st.integers(0, 10**6),
+    outer_optimizer=st.none()
+    | st.just({"class_name": "SGD", "config": {"learning_rate": 0.7}}),
+    compression=st.none() | configs,
+    average_slots=st.booleans(),
+    non_trainable=st.lists(st.text()).map(tuple),
+)
+
+
+class AveragingConfigTest(tf.test.TestCase):
+    def assert_refused(
+        self, error: type[Exception], name: str, value: Any, rule: str
+    ) -> None:
+        with self.subTest(name=name, value=value):
+            with self.assertRaises(error) as caught:
+                AveragingConfig(**{name: value})
+            message = str(caught.exception)
+            self.assertStartsWith(message, f"`{name}` must be {rule}")
+            self.assertIn(f"Received: {name}=", message)
+
+    def test_counts_are_integers_of_at_least_their_least(self) -> None:
+        for name in ("period", "min_period", "max_period"):
+            self.assert_refused(ValueError, name, 0, "1 or more")
+        self.assert_refused(ValueError, "synchronous_steps", -1, "0 or more")
+        for name in ("period", "min_period", "max_period", "synchronous_steps"):
+            for value in (1.5, True, None):
+                self.assert_refused(TypeError, name, value, "an integer")
+        self.assert_refused(
+            ValueError, "period", "often", "an integer of at least 1, or 'adaptive'"
+        )
+        self.assertEqual(type(AveragingConfig(period=np.int64(3)).period), int)
+
+    def test_the_floor_is_not_above_the_ceiling(self) -> None:
+        self.assert_refused(ValueError, "min_period", 65, "at most max_period=64")
+        AveragingConfig(min_period=64)
+
+    def test_types_are_checked(self) -> None:
+        rule = "a Keras optimizer, or a function that makes one"
+        for value in ("sgd", 0.7, {"class_name": "SGD"}):
+            self.assert_refused(TypeError, "outer_optimizer", value, rule)
+        for value in (0.99, "dgc"):
+            self.assert_refused(TypeError, "compression", value, "a DGCConfig or None")
+        self.assert_refused(TypeError, "average_slots", 1, "True or False")
+        for value in ("*", 3, (1,)):
+            rule = "a sequence of patterns"
+            self.assert_refused(TypeError, "non_trainable", value, rule)
+        with self.assertRaisesRegex(ValueError, "unknown keys"):
+            AveragingConfig(compression={"sparsity": 0.9, "density": 0.1})
+
+    def test_optimizers_and_functions_that_make_them_give_the_same_settings(
+        self,
+    ) -> None:
+        def make() -> keras.optimizers.Optimizer:
+            return keras.optimizers.SGD(0.5, momentum=0.75, nesterov=True)
+
+        made = AveragingConfig(outer_optimizer=make())
+        found = made.get_config()["outer_optimizer"]
+        self.assertEqual(found["class_name"], "SGD")
+        self.assertEqual(found["config"]["momentum"], 0.75)
+        self.assertEqual(
+            AveragingConfig(outer_optimizer=make).get_config(), made.get_config()
+        )
+        again = AveragingConfig.from_config(made.get_config())
+        self.assertEqual(again.get_config(), made.get_config())
+
+    @steady
+    @given(averagings)
+    def test_get_config_and_from_config_are_inverse(
+        self, config: AveragingConfig
+    ) -> None:
+        text = json.dumps(config.get_config())
+        self.assertEqual(AveragingConfig.from_config(json.loads(text)), config)
 
 
 if __name__ == "__main__":

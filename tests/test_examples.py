@@ -86,6 +86,21 @@ class ExamplesTest(unittest.TestCase):
         self.assertLess(number_behind("epoch 4: loss", lines), 1.5)
         self.assert_compressed(lines, at_least=5)
 
+    def test_local_sgd(self) -> None:
+        lines = run_example("local_sgd", "--epochs", "4", "--period", "8")
+        # 18 steps an epoch: two rounds and one at its end.
+        self.assertIn("rounds             12 in 72 steps", lines)
+        self.assertIn("weights            bit-identical on all workers", lines)
+        self.assertGreater(number_behind("test accuracy", lines), 60)
+        self.assert_compressed(lines, at_least=5)
+
+    def test_local_sgd_by_all_means(self) -> None:
+        options = "--outer", "--sparsity", "0.9", "--synchronous-steps", "18"
+        lines = run_example("local_sgd", "--period", "adaptive", *options)
+        self.assertIn("weights            bit-identical on all workers", lines)
+        self.assertGreater(number_behind("test accuracy", lines), 60)
+        self.assert_compressed(lines, at_least=5)
+
     def test_cifar10(self) -> None:
         random = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:

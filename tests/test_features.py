@@ -25,6 +25,7 @@ class Features(parameterized.TestCase, tf.test.TestCase):
     strategy: ClassVar[str] = "dense"
     transport: ClassVar[str]
     workers: ClassVar[int] = 2
+    names: ClassVar[tuple[str, ...]] = ()  # of the features; by default all
     alone: ClassVar[dict[str, Any]]
     found: ClassVar[list[dict[str, Any]] | Exception]
 
@@ -38,7 +39,7 @@ class Features(parameterized.TestCase, tf.test.TestCase):
         if cls.transport in ("horovod", "hybrid") and launch.horovod_missing():
             raise cls.skipTest(cls(), launch.horovod_missing())
         script = str(launch.ROOT / "tests" / "features.py")
-        options = ["--strategy", cls.strategy, "--transport", cls.transport]
+        options = ["--strategy", cls.strategy, "--transport", cls.transport, *cls.names]
         cls.found = launch.results_of(
             script,
             *options,
@@ -159,3 +160,56 @@ class CompressedOnFourWorkers(Compressed):
 
 class CompressedAlone(Compressed):
     transport, workers = "local", 1
+
+
+class Averaged(Compressed):
+    """Local steps: after them, weights are the same bits, too."""
+
+    strategy: ClassVar[str] = "averaging"
+
+    def test_state_continues_in_the_midst_of_a_period(self) -> None:
+        for found in self.outcomes("state_saved_in_the_midst_of_an_epoch"):
+            self.assertTrue(found["continued"])
+
+
+class AveragedOverCollectives(Averaged):
+    transport = "collective"
+
+
+class AveragedByAllMeansOverBoth(Averaged):
+    strategy, transport = "averaging_by_all_means", "hybrid"
+
+
+class AveragedByAllMeansOnThreeWorkersOverHorovod(Averaged):
+    strategy, transport, workers = "averaging_by_all_means", "horovod", 3
+
+
+class AveragedOnFourWorkers(Averaged):
+    transport, workers = "collective", 4
+
+
+class AveragedByAllMeansAlone(Averaged):
+    strategy, transport, workers = "averaging_by_all_means", "local", 1
+
+
+class AveragedEveryStep(Features):
+    """With a period of one, and an optimizer that is linear, it is dense training."""
+
+    strategy, transport = "averaging_every_step", "collective"
+    names = (
+        "sgd",
+        "nesterov",
+        "sgd_without_momentum",
+        "weight_decay_and_average",
+        "steps_per_execution",
+        "gradient_accumulation",
+        "mixed_precision",
+        "eager",
+        "regularized",
+        "evaluate_and_predict",
+    )
+
+    @parameterized.parameters(*names)
+    def test_n_workers_train_as_one(self, name: str) -> None:
+        self.assert_same_weights(name)
+        self.assert_like_one_worker(name)

@@ -42,6 +42,21 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
                 r"`strategy` differs: 'DGCStrategy' on",
             ),
             (
+                "averaging_configs_differ",
+                "ValueError",
+                r"`outer_optimizer` differs:.*'learning_rate': 0\.69.* on ranks \[0\]",
+            ),
+            (
+                "outer_optimizer_made_too_early",
+                "RuntimeError",
+                "The outer optimizer is such a call: give a function",
+            ),
+            (
+                "parameters_not_finite",
+                "InvalidArgumentError",
+                r"all workers stop, it was not averaged.*\[1\] \[3\] \[.*kernel",
+            ),
+            (
                 "models_differ",
                 "ValueError",
                 r"`shape` differs: \[4, 8\] on ranks \[0\]",

@@ -38,6 +38,7 @@ TIERS = (
     ),
     (
         "synchronizers",
+        "synchronizers.averaging",
         "synchronizers.base",
         "synchronizers.compressed",
         "synchronizers.dense",
@@ -48,6 +49,7 @@ TIERS = (
         "optimizers",
         "seam",
         "strategy",
+        "averaging_strategy",
         "simulate",
         "horovod",
         "callbacks",
@@ -105,9 +107,12 @@ class SurfaceTest(tf.test.TestCase):
         self.assertEqual(
             tf_dgc.__all__,
             [
+                "AveragingConfig",
                 "DGCConfig",
                 "DGCStrategy",
                 "DenseStrategy",
+                "ParameterAveragingStrategy",
+                "RoundStats",
                 "StepStats",
                 "TensorStats",
                 "__version__",

@@ -17,6 +17,8 @@ from tf_dgc.dgc import Momentum
 from tf_dgc.transports import base, horovod
 from tf_dgc.transports.local import LocalTransport
 
+CORRECTING = tf_dgc.DGCConfig()
+
 
 class StrategyTest(parameterized.TestCase, tf.test.TestCase):
     def test_the_config_is_a_config(self) -> None:
@@ -188,20 +190,31 @@ class OptimizersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(optimizer.momentum, 0.9)
 
     @parameterized.parameters(
-        (keras.optimizers.SGD(0.1, momentum=0.9), True, []),
-        (keras.optimizers.Adam(), False, []),
-        (keras.optimizers.Adam(), True, ["without momentum correction"]),
-        (Weighted(0.1), True, ["without momentum correction"]),
-        (keras.optimizers.SGD(clipnorm=2.0), True, [r"\(clipnorm=2.0\), before"]),
+        (keras.optimizers.SGD(0.1, momentum=0.9), CORRECTING, []),
+        (keras.optimizers.Adam(), None, []),
+        (keras.optimizers.Adam(), tf_dgc.AveragingConfig(), []),
+        (keras.optimizers.Adam(), tf_dgc.DGCConfig(momentum_correction=False), []),
+        (keras.optimizers.Adam(), CORRECTING, ["without momentum correction"]),
+        (Weighted(0.1), CORRECTING, ["without momentum correction"]),
+        (
+            keras.optimizers.SGD(clipnorm=2.0),
+            CORRECTING,
+            [r"\(clipnorm=2.0\), before.*DGCConfig\(clip_norm"],
+        ),
         (
             keras.optimizers.Adam(global_clipnorm=2.0),
-            True,
+            CORRECTING,
             [r"\(global_clipnorm=2.0\), before", "without momentum"],
         ),
-        (keras.optimizers.SGD(clipvalue=2.0), False, [r"\(clipvalue=2.0\), before"]),
+        (keras.optimizers.SGD(clipvalue=2.0), None, [r"\(clipvalue=2.0\), before"]),
+        (
+            keras.optimizers.Adam(clipnorm=2.0),
+            tf_dgc.AveragingConfig(),
+            [r"\(clipnorm=2.0\), before.*divide by 2"],
+        ),
     )
-    def test_warnings(self, optimizer: Any, corrects: bool, found: list) -> None:
-        warnings = optimizers.warnings_about(optimizer, 2, corrects)
+    def test_warnings(self, optimizer: Any, config: Any, found: list) -> None:
+        warnings = optimizers.warnings_about(optimizer, 2, config)
         self.assertLen(warnings, len(found))
         for warning, pattern in zip(warnings, found, strict=True):
             self.assertRegex(warning, pattern)

@@ -24,6 +24,7 @@ try:
         distribute_lib,
         distribute_utils,
         input_lib,
+        values,
     )
     from tensorflow.python.eager import context
 except ImportError as error:
@@ -59,6 +60,7 @@ def probe() -> None:
         (input_lib, "DistributedDataset"),
         (input_lib, "InputWorkers"),
         (input_lib, "_create_distributed_tensor_spec"),
+        (values, "SyncOnReadVariable"),
         (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
     ]
     for owner, name in wanted:
@@ -160,6 +162,11 @@ def create_on_read_variable(
         distribute_utils.VARIABLE_POLICY_MAPPING,
         **kwargs,
     )
+
+
+def is_metric_variable(value: Any) -> bool:
+    """Tell whether a read of this sums over the workers. TFD/values.py."""
+    return isinstance(value, values.SyncOnReadVariable)
 
 
 def local_component(structure: Any) -> Any:
@@ -268,6 +275,29 @@ def variables_of(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
     keras/src/optimizers/base_optimizer.py: BaseOptimizer._trainable_variables.
     """
     return optimizer._trainable_variables
+
+
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return the averages of weights that an optimizer keeps with `use_ema`.
+
+    keras/src/optimizers/base_optimizer.py:
+    BaseOptimizer._model_variables_moving_average.
+    """
+    return [v.value for v in getattr(optimizer, "_model_variables_moving_average", [])]
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return what else an optimizer keeps, of floating point; not the learning rate.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._learning_rate.
+    """
+    others = [
+        *getattr(optimizer, "_model_variables_moving_average", []),
+        getattr(optimizer, "_learning_rate", None),
+    ]
+    known = {id(other) for other in others}
+    found = [v.value for v in optimizer.variables if id(v) not in known]
+    return [v for v in found if v.dtype.is_floating]
 
 
 def global_seed_state() -> Any:

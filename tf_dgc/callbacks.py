@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, state_files
+from tf_dgc.averaging_strategy import ParameterAveragingStrategy
 from tf_dgc.strategy import BaseStrategy
 from tf_dgc.synchronizers import saving
 
@@ -31,6 +32,15 @@ class CompressionStats(keras.callbacks.Callback):
     | `residual_norm` | Euclidean norm of what is kept back at the end of the epoch |
     | `stale` | share of the compressed elements not sent once in this epoch |
 
+    With `ParameterAveragingStrategy` also
+
+    | log | meaning |
+    |---|---|
+    | `rounds` | rounds of averaging in this epoch |
+    | `period` | local steps between two rounds at the end of the epoch |
+    | `distance` | of this worker's parameters from those then agreed on, before the |
+    |  | last round, Euclidean norm: how far workers part within a period |
+
     Example:
         model.fit(dataset, callbacks=[tf_dgc.callbacks.CompressionStats()])
     """
@@ -44,12 +54,15 @@ class CompressionStats(keras.callbacks.Callback):
         super().__init__()
         self.by_tensor = by_tensor
         self._before: list[int] = []
+        self._rounds = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the counters stand."""
         strategy = _strategy_of(self)
         self._before = [int(figure) for figure in strategy.stats(total=True)[:4]]
         strategy.tensor_stats(reset=True)
+        if isinstance(strategy, ParameterAveragingStrategy):
+            self._rounds = int(strategy.round_stats().rounds)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the figures to `logs`."""
@@ -70,6 +83,11 @@ class CompressionStats(keras.callbacks.Callback):
         if size := sum(tensor.elements for tensor in tensors):
             stale = sum(tensor.stale * tensor.elements for tensor in tensors)
             figures["stale"] = stale / size
+        if isinstance(strategy, ParameterAveragingStrategy):
+            stats = strategy.round_stats()
+            figures["rounds"] = int(stats.rounds) - self._rounds
+            figures["period"] = int(stats.period)
+            figures["distance"] = float(stats.distance)
         if self.by_tensor:
             figures |= {f"density/{tensor.name}": tensor.density for tensor in tensors}
         if logs is not None:

@@ -3,15 +3,38 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 NONFINITE = ("raise", "skip")
+ADAPTIVE = "adaptive"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DGCConfig:
+class _Settings:
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Build the settings from what `get_config` returned.
+
+        Raises:
+            ValueError: `config` has a key that is not a setting.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(config) - known)
+        if unknown:
+            raise ValueError(
+                f"`config` must only have the settings of {cls.__name__}: "
+                f"{sorted(known)}. Received: unknown keys {unknown}"
+            )
+        return cls(**config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DGCConfig(_Settings):
     """Settings of Deep Gradient Compression.
 
     Attributes:
@@ -91,32 +114,114 @@ class DGCConfig:
             if not isinstance(value, str) or value not in allowed:
                 raise ValueError(_message(name, f"one of {allowed}", self))
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
         config = dataclasses.asdict(self)
         return config | {"warmup_stages": list(self.warmup_stages)}
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the settings from what `get_config` returned.
 
-        Raises:
-            ValueError: `config` has a key that is not a setting.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AveragingConfig(_Settings):
+    """Settings of parameter averaging.
+
+    Attributes:
+        period: local steps between two rounds, 1 or more, or "adaptive": it begins with
+            `max_period` and shortens with the root of the loss, down to `min_period`.
+        min_period: least period where it adapts.
+        max_period: first and largest period where it adapts.
+        synchronous_steps: number of first steps in which gradients are exchanged as by
+            `DenseStrategy`, 0 or more: post-local SGD.
+        outer_optimizer: a Keras optimizer that takes the averaged change of the
+            parameters for a gradient, as in DiLoCo; SGD of learning rate 0.7, Nesterov
+            momentum 0.9 there. None takes the average itself. Its settings count: one
+            of its own is made for each optimizer of the user. Or a function that makes
+            it, which TensorFlow's collectives need: an optimizer that is made before
+            the strategy starts TensorFlow too early for them.
+        compression: a DGCConfig, to send only the largest changes of the parameters;
+            what is not sent comes with a later round. Its steps are rounds, its
+            gradients changes. None sends everything.
+        average_slots: average also what the optimizer keeps, such as momentum, which
+            multiplies the traffic; by default that is each worker's own.
+        non_trainable: which variables of layers that are not trained by gradients, such
+            as moving statistics, are averaged: patterns of their paths, with "*" and
+            "?". Floating point only, and no part of an optimizer or metric.
+
+    Raises:
+        ValueError: a value is out of its range.
+        TypeError: a value is of the wrong type.
+
+    References:
+        See `tf_dgc.averaging`.
+    """
+
+    period: int | str = 16
+    min_period: int = 4
+    max_period: int = 64
+    synchronous_steps: int = 0
+    outer_optimizer: Any = None
+    compression: DGCConfig | None = None
+    average_slots: bool = False
+    non_trainable: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        if self.period != ADAPTIVE:
+            if isinstance(self.period, str):
+                rule = f"an integer of at least 1, or {ADAPTIVE!r}"
+                raise ValueError(_message("period", rule, self))
+            self._set("period", _count("period", self.period, 1))
+        for name in ("min_period", "max_period"):
+            self._set(name, _count(name, getattr(self, name), 1))
+        if self.min_period > self.max_period:
+            rule = f"at most max_period={self.max_period}"
+            raise ValueError(_message("min_period", rule, self))
+        name = "synchronous_steps"
+        self._set(name, _count(name, self.synchronous_steps))
+        outer = self.outer_optimizer
+        if isinstance(outer, Mapping):
+            known = {"class_name", "config"} <= outer.keys()
+        else:
+            made = all(hasattr(outer, name) for name in ("get_config", "apply"))
+            known = outer is None or made or callable(outer)
+        if not known:
+            rule = "a Keras optimizer, or a function that makes one"
+            raise TypeError(_message("outer_optimizer", rule, self))
+        compression: Any = self.compression
+        if isinstance(compression, Mapping):
+            self._set("compression", DGCConfig.from_config(compression))
+        elif not isinstance(compression, DGCConfig | None):
+            raise TypeError(_message("compression", "a DGCConfig or None", self))
+        if not isinstance(self.average_slots, bool):
+            raise TypeError(_message("average_slots", "True or False", self))
+        patterns: Any = self.non_trainable
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            raise TypeError(_message("non_trainable", "a sequence of patterns", self))
+        patterns = tuple(patterns)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(_message("non_trainable", "a sequence of patterns", self))
+        self._set("non_trainable", patterns)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings as plain values, fit for JSON.
+
+        `from_config` makes a built-in outer optimizer of them; one of a class of your
+        own must be registered with Keras.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(config) - known)
-        if unknown:
-            raise ValueError(
-                f"`config` must only have the settings of {cls.__name__}: "
-                f"{sorted(known)}. Received: unknown keys {unknown}"
-            )
-        return cls(**config)
+        fields = dataclasses.fields(self)
+        config = {field.name: getattr(self, field.name) for field in fields}
+        outer, compression = self.outer_optimizer, self.compression
+        outer = outer() if callable(outer) else outer
+        if outer is not None and not isinstance(outer, Mapping):
+            settings = dict(outer.get_config())
+            settings.pop("name", None)  # Keras counts those it makes in a process
+            outer = {"class_name": type(outer).__name__, "config": settings}
+        return config | {
+            "outer_optimizer": outer,
+            "compression": compression and compression.get_config(),
+            "non_trainable": list(self.non_trainable),
+        }
 
 
-def _message(name: str, rule: str, config: DGCConfig) -> str:
+def _message(name: str, rule: str, config: object) -> str:
     return f"`{name}` must be {rule}. Received: {name}={getattr(config, name)!r}"
 
 
@@ -137,9 +242,11 @@ def _fraction(name: str, value: object) -> float:
     return number
 
 
-def _count(name: str, value: object) -> int:
+def _count(name: str, value: object, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}")
-    if value < 0:
-        raise ValueError(f"`{name}` must be 0 or more. Received: {name}={value!r}")
+    if value < least:
+        raise ValueError(
+            f"`{name}` must be {least} or more. Received: {name}={value!r}"
+        )
     return int(value)

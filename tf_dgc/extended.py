@@ -4,7 +4,9 @@ Variables are plain tf.Variables, so models save and load as on one machine; onl
 Keras metrics accumulate is kept by worker and summed when it is read.
 """
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +44,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self.experimental_enable_get_next_as_optional = False
         self.used = False
         self.exchanged = False
+        self._statistics: list[weakref.ref[Any]] = []
 
     # Variables.
 
@@ -54,16 +57,27 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             with tf.device(self._device):
                 return next_creator(**kwargs)
 
+        own = synchronization == tf.VariableSynchronization.NONE
         if synchronization == tf.VariableSynchronization.ON_READ:
             return _host.create_on_read_variable(
                 self._container_strategy(), lambda **kw: [create(**kw)], **kwargs
             )
-        if (
-            synchronization != tf.VariableSynchronization.NONE
-            and self._transport.size > 1
-        ):
+        if not own and self._transport.size > 1:
             kwargs["initial_value"] = self._shared_initial_value(kwargs)
-        return create(**kwargs)
+        variable = create(**kwargs)
+        kept = kwargs.get("trainable") is False and variable.dtype.is_floating
+        if kept and not own and _host.calling_optimizer() is None:
+            self._statistics.append(weakref.ref(variable))
+        return variable
+
+    def statistics(self) -> list[Any]:
+        """Return the variables of layers that gradients do not train, floating point.
+
+        In the order in which they were made, in this strategy's scope.
+        """
+        gc.collect()  # models that are gone, on all workers alike
+        found = [reference() for reference in self._statistics]
+        return [variable for variable in found if variable is not None]
 
     def _shared_initial_value(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
         value, name = kwargs["initial_value"], kwargs.get("name")
@@ -170,10 +184,12 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         return tf.distribute.InputContext(size, self._transport.rank, size)
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        self._container_strategy().settle()
         own = data.share_of(dataset, self._transport.rank, self._transport.size)
         return _host.distributed_dataset(self._container_strategy(), own, self._device)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        self._container_strategy().settle()
         own = dataset_fn(self._input_context())
         return _host.distributed_dataset(self._container_strategy(), own, self._device)
 
@@ -203,6 +219,9 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     def _reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: Any
     ) -> Any:
+        if _host.is_metric_variable(value) and tf.executing_eagerly():
+            # As at the end of an epoch, before evaluation and callbacks: all are here.
+            self._container_strategy().settle()
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
 
     def _batch_reduce_to(

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, dgc
+from tf_dgc.config import AveragingConfig, DGCConfig
 
 
 def momentum_of(
@@ -78,15 +79,21 @@ def check_model(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def warnings_about(
-    optimizer: keras.optimizers.Optimizer, workers: int, corrects: bool
+    optimizer: keras.optimizers.Optimizer,
+    workers: int,
+    config: DGCConfig | AveragingConfig | None,
 ) -> list[str]:
     """Say which settings of an optimizer mean something else on several workers.
 
     Args:
         optimizer: of the user.
         workers: N.
-        corrects: whether momentum correction is asked for.
+        config: of the strategy.
     """
+    if isinstance(config, AveragingConfig):
+        advice = f"divide by {workers} what is to clip a local step"
+    else:
+        advice = "DGCConfig(clip_norm=...) clips as the paper does"
     found = []
     clips = [
         f"{name}={getattr(optimizer, name)}"
@@ -97,8 +104,9 @@ def warnings_about(
         found.append(
             f"{optimizer.name}: Keras clips each worker's own gradient "
             f"({', '.join(clips)}), before the exchange and after division by the "
-            "number of workers; DGCConfig(clip_norm=...) clips as the paper does"
+            f"number of workers; {advice}"
         )
+    corrects = isinstance(config, DGCConfig) and config.momentum_correction
     if corrects and not _is_plain_sgd(optimizer):
         found.append(
             f"{optimizer.name}: its gradients are accumulated without momentum "

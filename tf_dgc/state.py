@@ -1,5 +1,7 @@
 """The variables of a worker: velocity, residual, counters. Owns state, does no math."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -59,6 +61,63 @@ class ArenaState:
         """Return u and v by name."""
         found = {"residual": self.residual, "velocity": self.velocity}
         return {name: v for name, v in found.items() if v is not None}
+
+
+class AveragingState:
+    """Where one optimizer's worker stands between rounds of averaging.
+
+    Attributes:
+        steps: shape [], int64, steps done.
+        position: shape [], int64, local steps since the last round.
+        unsettled: shape [], int64, steps since statistics were averaged.
+        period: shape [], int64, local steps between two rounds.
+        rounds: shape [], int64, rounds done.
+        first_loss: shape [], float64, of the first round; NaN before it.
+        distance: shape [], float32, of this worker's parameters from those agreed on,
+            before the last round.
+        anchor: the parameters when the period began; none for plain averages.
+    """
+
+    def __init__(
+        self, period: int, parameters: Sequence[tf.Variable], device: str
+    ) -> None:
+        """Create the variables, outside of any graph.
+
+        Args:
+            period: the first.
+            parameters: of which an anchor is kept.
+            device: for the anchor.
+        """
+        with tf.init_scope(), tf.device("CPU:0"):
+            zero = tf.zeros([], tf.int64)
+            self.steps = _variable(zero, "averaging_steps")
+            self.position = _variable(zero, "averaging_position")
+            self.unsettled = _variable(zero, "averaging_unsettled")
+            self.period = _variable(tf.constant(period, tf.int64), "averaging_period")
+            self.rounds = _variable(zero, "averaging_rounds")
+            unknown = tf.constant(math.nan, tf.float64)
+            self.first_loss = _variable(unknown, "averaging_first_loss")
+            self.distance = _variable(tf.zeros([]), "averaging_distance")
+        with tf.init_scope(), tf.device(device):
+            self.anchor = [
+                _variable(tf.zeros(p.shape, p.dtype), "averaging_anchor")
+                for p in parameters
+            ]
+
+    def arrays(self) -> dict[str, tf.Variable]:
+        """Return by name what is saved."""
+        found = dict(vars(self))
+        anchor = found.pop("anchor")
+        return found | {f"anchor {i}": v for i, v in enumerate(anchor)}
+
+
+class RoundStats(NamedTuple):
+    """How a worker's averaging goes on; of several optimizers, the last to begin."""
+
+    rounds: tf.Tensor  # shape [], int64; done so far
+    period: tf.Tensor  # shape [], int64; local steps between two of them
+    position: tf.Tensor  # shape [], int64; local steps since the last
+    distance: tf.Tensor  # shape [], float32; see AveragingState
 
 
 class TensorStats(NamedTuple):
@@ -167,4 +226,10 @@ class Counters:
             again = tf.cast(self._step == self._clock.step, tf.int64)
             self._step.assign(self._clock.step.assign_add(again))
             self._last.assign(figures)
+            self._clock.total.assign_add(figures)
+
+    def add(self, figures: tf.Tensor) -> None:
+        """Take in what was sent for the last step after it was recorded, shape [4]."""
+        with tf.device("CPU:0"):
+            self._last.assign_add(figures)
             self._clock.total.assign_add(figures)

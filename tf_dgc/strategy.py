@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, data, optimizers
-from tf_dgc.config import DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.extended import OneReplicaExtended
 from tf_dgc.seam import ReplicaContext
 from tf_dgc.state import StepStats, TensorStats
@@ -35,7 +35,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def __init__(
         self,
         transport: str | Transport,
-        config: DGCConfig | None,
+        config: DGCConfig | AveragingConfig | None,
         synchronizer: Callable[[Transport], Synchronizer],
     ) -> None:
         _host.probe()
@@ -75,7 +75,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self._transport
 
     @property
-    def config(self) -> DGCConfig | None:
+    def config(self) -> DGCConfig | AveragingConfig | None:
         """The settings; None where the strategy has none."""
         return self._config
 
@@ -158,9 +158,16 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 rate = tf.convert_to_tensor(optimizer.learning_rate)
                 update = functools.partial(_host.update_variables, optimizer, self)
                 self._apply(optimizer, exchanged, variables, rate, update)
-            for variable in model.trainable_variables:
-                if variable.constraint is not None:
-                    variable.assign(variable.constraint(variable))
+        _constrain(model)
+
+    def settle(self) -> None:
+        """Make variables the same on all workers, where these may differ by now.
+
+        Called where all workers meet outside of steps: where the data of `fit`,
+        `evaluate` or `predict` are shared out, and where metrics are read, as at the
+        end of an epoch.
+        """
+        return
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
@@ -196,9 +203,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         The variables whose momentum the exchange has taken over are updated with the
         optimizer's own momentum suspended.
         """
-        corrects = self._config is not None and self._config.momentum_correction
         workers = self.num_replicas_in_sync
-        for warning in optimizers.warnings_about(optimizer, workers, corrects):
+        for warning in optimizers.warnings_about(optimizer, workers, self._config):
             if warning not in self._warned:
                 self._warned.add(warning)
                 _logger.warning(warning)
@@ -234,6 +240,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         finally:
             self.extended.exchanged = False
+
+
+def _constrain(model: keras.Model) -> None:
+    for variable in model.trainable_variables:
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
 
 
 class DenseStrategy(BaseStrategy):

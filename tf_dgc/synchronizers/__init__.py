@@ -1,7 +1,15 @@
 """What is done with gradients between their computation and their use."""
 
+from tf_dgc.synchronizers.averaging import Companions, ParameterAveraging
 from tf_dgc.synchronizers.base import Exchanged, Synchronizer
 from tf_dgc.synchronizers.compressed import DeepGradientCompression
 from tf_dgc.synchronizers.dense import Dense
 
-__all__ = ["DeepGradientCompression", "Dense", "Exchanged", "Synchronizer"]
+__all__ = [
+    "Companions",
+    "DeepGradientCompression",
+    "Dense",
+    "Exchanged",
+    "ParameterAveraging",
+    "Synchronizer",
+]

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc import dgc
@@ -135,7 +136,7 @@ class Synchronizer(abc.ABC):
             saving.Record(
                 account.forms,
                 self._step_of(account),
-                {name: v.numpy() for name, v in self._arrays_of(account).items()},
+                {k: _array_of(v) for k, v in self._arrays_of(account).items()},
             )
             for account in self._accounts_of(owners)
         ]
@@ -191,15 +192,20 @@ class Synchronizer(abc.ABC):
 
     def _load(self, account: Account, record: saving.Record) -> None:
         for name, variable in self._arrays_of(account).items():
-            variable.assign(record.arrays[name])
+            variable.assign(tf.cast(record.arrays[name], variable.dtype))
+        self._load_step(account, record.step)
 
     def _arrays_of(self, account: Account) -> dict[str, tf.Variable]:
-        """Return by name what is saved of an account, float32."""
+        """Return by name what is saved of an account."""
         return {}
 
     def _step_of(self, account: Account) -> int:
         """Return how many exchanges count towards an account's schedule."""
         return 0
+
+    def _load_step(self, account: Account, step: int) -> None:
+        """Take over what `_step_of` returned."""
+        return
 
     def flush(
         self, variables: Sequence[Any]
@@ -211,6 +217,13 @@ class Synchronizer(abc.ABC):
             ones are asked for.
         """
         yield from ()
+
+    def _refuse_unclaimed(self) -> None:
+        if self._restored:
+            raise ValueError(
+                "What was restored is taken over in the first step of its optimizer; "
+                "flush after that"
+            )
 
     @abc.abstractmethod
     def _exchange(
@@ -273,6 +286,12 @@ class Synchronizer(abc.ABC):
                 for part in (gradient.values, gradient.indices):
                     size += tf.size(part, tf.int64) * part.dtype.size
         return summed, tf.cast(size, tf.int64), tf.cast(elements, tf.int64)
+
+
+def _array_of(variable: tf.Variable) -> np.ndarray:
+    """Return a value in a type that NumPy has by itself."""
+    value = variable.read_value()
+    return (tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value).numpy()
 
 
 def _has(owners: Sequence[Any], owner: Any) -> bool:

@@ -4,6 +4,7 @@ Axes: P arena elements, N workers.
 """
 
 import functools
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,6 @@ from tf_dgc import dgc, packing, schedules, sparsify
 from tf_dgc import layout as layout_lib
 from tf_dgc.config import DGCConfig
 from tf_dgc.state import ArenaState, Coverage, TensorStats
-from tf_dgc.synchronizers import saving
 from tf_dgc.synchronizers.base import Account, Exchanged, Synchronizer
 from tf_dgc.transports.base import Transport
 
@@ -50,9 +50,8 @@ class DeepGradientCompression(Synchronizer):
     def _step_of(self, account: Account) -> int:
         return int(self.arenas[account].state.step)
 
-    def _load(self, account: Account, record: saving.Record) -> None:
-        super()._load(account, record)
-        self.arenas[account].state.step.assign(record.step)
+    def _load_step(self, account: Account, step: int) -> None:
+        self.arenas[account].state.step.assign(step)
 
     def flush(
         self, variables: Sequence[Any]
@@ -65,17 +64,12 @@ class DeepGradientCompression(Synchronizer):
         Raises:
             ValueError: a restored state waits for its optimizer's first step.
         """
-        if self._restored:
-            raise ValueError(
-                "What was restored is taken over in the first step of its optimizer; "
-                "flush after that"
-            )
+        self._refuse_unclaimed()
+        gc.collect()  # owners that are gone, on all workers alike
         known = {id(variable) for variable in variables}
-        for account in self._accounts_of(None):
-            if not known.issuperset(map(id, account.variables)):
-                continue
-            indices, layout, state, _, corrects = self.arenas[account]
-            if not indices:
+        for account, arena in self._by_number():
+            indices, layout, state, _, corrects = arena
+            if not indices or not known.issuperset(map(id, account.variables)):
                 continue
             (summed,) = self.transport.all_reduce(
                 [state.residual.read_value()], f"{account.name}.flush"
@@ -88,16 +82,19 @@ class DeepGradientCompression(Synchronizer):
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
         found = []
-        for account in self.accounts():
-            coverage = self.arenas[account].coverage
-            found += coverage.stats()
+        for _, arena in self._by_number():
+            found += arena.coverage.stats()
             if reset:
-                coverage.reset()
+                arena.coverage.reset()
         return found
+
+    def _by_number(self) -> list[tuple[Account, Arena]]:
+        living = [item for item in self.arenas.items() if item[0].owner() is not None]
+        return sorted(living, key=lambda item: item[0].number)
 
     def residual_norm(self) -> tf.Tensor:
         """Return the Euclidean norm of what is kept back, shape [], float32."""
-        kept = [self.arenas[account].state.residual for account in self.accounts()]
+        kept = [arena.state.residual for _, arena in self._by_number()]
         return tf.linalg.global_norm(kept) if kept else tf.zeros([])
 
     def _prepare(self, account: Account, momentum: dgc.Momentum | None) -> None:

@@ -22,6 +22,10 @@ class Record(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
+# First words of the names of arrays of which the sum over the workers is to stay.
+OWED = ("residual", "velocity")
+
+
 def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
     """Write the records of all workers to a folder.
 
@@ -74,7 +78,8 @@ def load(transport: Transport, path: Any) -> list[Record]:
     """Read what `save` wrote, on any number of workers.
 
     On as many as saved it, each gets its own arrays back. On another number, each gets
-    an equal share of the sum of all workers' arrays, so that the sum stays.
+    an equal share of the sum of all workers' arrays that are OWED, so that the sum
+    stays, and the mean of the others.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -102,15 +107,20 @@ def load(transport: Transport, path: Any) -> list[Record]:
     for i, account in enumerate(manifest["accounts"]):
         arrays = {}
         for name, shape in account["arrays"].items():
-            start = np.zeros(shape, np.float32)
-            arrays[name] = sum((part[f"{i}.{name}"] for part in parts), start)
+            if same:
+                arrays[name] = parts[0][f"{i}.{name}"]
+                continue
+            total = np.zeros(shape)
+            for part in parts:
+                total += part[f"{i}.{name}"]
+            arrays[name] = total
         if not same:
-            names = list(arrays)
-            values = [tf.constant(arrays[name], tf.float32) for name in names]
-            sums = transport.all_reduce(values, "state")
+            sums = transport.all_reduce(
+                [tf.constant(total) for total in arrays.values()], "state"
+            )
             arrays = {
-                name: total.numpy() / np.float32(size)
-                for name, total in zip(names, sums, strict=True)
+                name: total.numpy() / (size if name.split()[0] in OWED else saved)
+                for name, total in zip(arrays, sums, strict=True)
             }
         records.append(Record(account["variables"], account["step"], arrays))
     return records

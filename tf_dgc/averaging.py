@@ -1,0 +1,119 @@
+"""Parameter averaging: what happens in a round, after local steps. Pure functions.
+
+Axes: N workers. w parameters of a worker; a the anchor, the parameters that all had
+when the period began; H the period.
+
+    H times   w <- optimizer(w, N * g)        g is divided by N, as Keras does
+    plain     w <- mean(w)
+    outer     g <- mean(a - w),  a <- outer_optimizer(a, g),  w <- a
+
+The mean is over the workers that took a step since the last round.
+
+References:
+    Stich: Local SGD Converges Fast and Communicates Little, ICLR 2019,
+    https://arxiv.org/abs/1805.09767
+    Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020
+    (post-local SGD), https://arxiv.org/abs/1808.07217
+    Douillard et al.: DiLoCo, 2023 (outer optimizer), https://arxiv.org/abs/2311.08105
+    Wang, Joshi: Adaptive Communication Strategies to Achieve the Best Error-Runtime
+    Trade-off in Local-Update SGD (AdaComm), MLSys 2019,
+    https://arxiv.org/abs/1810.08313
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Header(NamedTuple):
+    """What a worker tells the others at the start of a round, or all of them.
+
+    Each of shape [], float64; of all workers, [N].
+    """
+
+    round: Any  # number of the round
+    moved: Any  # local steps since the last one
+    unsettled: Any  # steps since statistics were averaged
+    done: Any  # 1 where the worker has come to the end of its data
+    nonfinite: Any  # 0, or the number of the first variable that is not finite, from 1
+    loss: Any  # what it saw last; NaN where it saw none
+
+
+def write(header: Header) -> tf.Tensor:
+    """Return a header as a tensor, shape [6], float64."""
+    return tf.stack([tf.cast(field, tf.float64) for field in header])
+
+
+def read(gathered: tf.Tensor) -> Header:
+    """Return the headers of all workers, given in shape [N, 6]."""
+    return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
+
+
+def count(moved: tf.Tensor) -> tf.Tensor:
+    """Return over how many workers the mean is, at least 1: shape [], float64."""
+    return tf.maximum(tf.reduce_sum(tf.cast(moved > 0, tf.float64)), 1.0)
+
+
+def shares(
+    values: Sequence[tf.Tensor], moved: tf.Tensor, divisor: tf.Tensor
+) -> list[tf.Tensor]:
+    """Return this worker's part of a mean.
+
+    Args:
+        values: of any float type.
+        moved: local steps of this worker since the last round, shape [].
+        divisor: shape [], float64.
+
+    Returns:
+        The values, divided; zero where the worker has not moved.
+    """
+    return [
+        tf.where(moved > 0, value / tf.cast(divisor, value.dtype), tf.zeros_like(value))
+        for value in values
+    ]
+
+
+def outer_gradients(
+    anchor: Sequence[tf.Tensor], own: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return a - w for each pair of tensors of the same shape and type."""
+    return [a - w for a, w in zip(anchor, own, strict=True)]
+
+
+def distance(own: Sequence[tf.Tensor], agreed: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the Euclidean norm of the difference of all tensors: shape [], float32."""
+    parts = [
+        tf.cast(a, tf.float32) - tf.cast(b, tf.float32)
+        for a, b in zip(own, agreed, strict=True)
+    ]
+    return tf.linalg.global_norm(parts) if parts else tf.zeros([])
+
+
+def mean_loss(headers: Header) -> tf.Tensor:
+    """Return the mean loss of the workers that have moved: shape [], float64."""
+    seen = tf.where(headers.moved > 0, headers.loss, 0.0)
+    return tf.reduce_sum(seen) / count(headers.moved)
+
+
+def next_period(
+    period: tf.Tensor, loss: tf.Tensor, first: tf.Tensor, least: int, most: int
+) -> tf.Tensor:
+    """Choose the period by the rule of AdaComm, ceil(sqrt(F / F0) * H0), bounded.
+
+    It is long while the loss is high and steps are coarse, and shortens as the loss
+    falls and the noise between the workers begins to count.
+
+    Args:
+        period: the present one, shape [], int64.
+        loss: F, of the last period, shape [], float64.
+        first: F0, of the first period, shape [], float64.
+        least: floor of the period.
+        most: H0, which is also its ceiling.
+
+    Returns:
+        shape [], int64; the present one where a loss is not finite.
+    """
+    wanted = tf.math.ceil(tf.sqrt(tf.maximum(loss / first, 0.0)) * most)
+    bounded = tf.clip_by_value(wanted, float(least), float(most))
+    return tf.where(tf.math.is_finite(wanted), tf.cast(bounded, tf.int64), period)

@@ -1,0 +1,201 @@
+"""The strategy of parameter averaging."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.config import ADAPTIVE, AveragingConfig
+from tf_dgc.state import RoundStats
+from tf_dgc.strategy import BaseStrategy
+from tf_dgc.synchronizers import Companions, Exchanged, ParameterAveraging, Synchronizer
+from tf_dgc.transports import Transport
+
+
+class ParameterAveragingStrategy(BaseStrategy):
+    """Local steps with the user's own optimizer; parameters averaged in rounds.
+
+    A round is held after `period` local steps, and wherever workers meet outside of
+    steps: at the end of an epoch, and before `fit`, `evaluate` and `predict`. So these,
+    callbacks at the end of epochs, and what follows `fit`, see averaged parameters. In
+    a loop of one's own `flush(model)` holds one, and moving statistics are averaged of
+    all layers that were made in the scope.
+
+    Example:
+        config = tf_dgc.AveragingConfig(period=16)
+        strategy = tf_dgc.ParameterAveragingStrategy(config)
+        with strategy.scope():
+            model = ...
+            model.compile("adam", "mse")
+        model.fit(dataset_of_global_batches)
+
+    References:
+        See `tf_dgc.averaging`.
+    """
+
+    def __init__(
+        self,
+        config: AveragingConfig | None = None,
+        *,
+        transport: str | Transport = "auto",
+    ) -> None:
+        """Find the other workers; call this before any other TensorFlow operation.
+
+        Args:
+            config: the settings, the same on every worker; by default
+                `AveragingConfig()`.
+            transport: see `tf_dgc.transports.resolve`.
+
+        Raises:
+            TypeError: `config` is not an AveragingConfig.
+            ValueError: `transport` is unknown, or the workers differ in version,
+                strategy or settings; names the field and the ranks.
+            RuntimeError: TensorFlow has started, too early for its collectives.
+            TimeoutError: a worker did not come; names it.
+        """
+        config = AveragingConfig() if config is None else config
+        if not isinstance(config, AveragingConfig):
+            raise TypeError(
+                f"`config` must be an AveragingConfig. Received: config={config!r}"
+            )
+        self._outer: weakref.WeakKeyDictionary[Any, keras.optimizers.Optimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._exchanges = 0
+        self._model: Any = None  # whose step is run
+        step_outer = self._step_outer if config.outer_optimizer else None
+
+        def synchronizer(found: Transport) -> Synchronizer:
+            self._averaging = ParameterAveraging(
+                found, config, self._companions_of, step_outer
+            )
+            return self._averaging
+
+        try:
+            super().__init__(transport, config, synchronizer)
+        except RuntimeError as error:
+            if hasattr(config.outer_optimizer, "apply"):
+                raise RuntimeError(
+                    f"{error} The outer optimizer is such a call: give a function, "
+                    "`outer_optimizer=lambda: keras.optimizers.SGD(...)`."
+                ) from error
+            raise
+        self._settings = config
+
+    def round_stats(self) -> RoundStats:
+        """Return how many rounds there were, and what the last one found."""
+        return self._averaging.round_stats()
+
+    def settle(self) -> None:
+        """Hold a round of what was trained since the last one."""
+        self._averaging.settle()
+
+    def flush(self, model: keras.Model) -> None:
+        """Hold a round, and apply what compression keeps back; all workers call this.
+
+        Args:
+            model: one that was trained in this strategy's scope.
+
+        Raises:
+            ValueError: a state was restored, and not trained with since.
+        """
+        self.settle()
+        self._averaging.release([v.value for v in model.trainable_variables])
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """Run `fn` on this worker's replica; Keras calls this for every step.
+
+        Raises:
+            ValueError: `fn` is a step of a model that cannot be trained like this, or
+                the period is to follow a loss that `fn` does not return.
+        """
+        before, self._model = self._exchanges, getattr(fn, "__self__", None)
+        result = super().run(fn, args, kwargs, options)
+        if self._exchanges > before and self._settings.period == ADAPTIVE:
+            loss: Any = result.get("loss") if isinstance(result, Mapping) else result
+            if not tf.is_tensor(loss) or loss.shape.rank != 0:
+                raise ValueError(
+                    f"period={ADAPTIVE!r} follows the loss: a training step must "
+                    "return it, or a dictionary with 'loss', as that of a Keras model "
+                    f"does. Received: {result!r}"
+                )
+            self._averaging.loss.assign(tf.cast(loss, tf.float64))
+        return result
+
+    def exchange_and_update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
+    ) -> None:
+        """Update the variables, then hold a round where it is time."""
+        if any(optimizer is outer for outer in self._outer.values()):
+            # Its gradients are the same on all workers.
+            found = Exchanged([g for g, _ in pairs], [False] * len(pairs), None)
+            variables = [v for _, v in pairs]
+            self._apply(optimizer, found, variables, learning_rate, update)
+            return
+        self._exchanges += 1
+        super().exchange_and_update(optimizer, pairs, learning_rate, update)
+        used = [v for g, v in pairs if g is not None]
+        self._averaging.end_step(optimizer, used)
+
+    def _companions_of(self, optimizer: keras.optimizers.Optimizer) -> Companions:
+        config = self._settings
+        if isinstance(self._model, keras.Model):
+            weights = [v.value for v in self._model.non_trainable_weights]
+            statistics = [v for v in weights if v.dtype.is_floating and not v.trainable]
+        else:
+            statistics = self.extended.statistics()
+        chosen = [
+            variable
+            for variable in statistics
+            if any(fnmatchcase(variable.name, f"{p}:0") for p in config.non_trainable)
+        ]
+        averaged = [*chosen, *_host.averages_of(optimizer)]
+        slots = _host.slots_of(optimizer)
+        if config.outer_optimizer is not None:
+            outer = self._outer[optimizer] = self._outer_for(optimizer)
+            own = [variable.value for variable in outer.variables]
+        else:
+            own = []
+        if config.average_slots:
+            return Companions([*averaged, *slots], own)
+        return Companions(averaged, [*slots, *own])
+
+    def _outer_for(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> keras.optimizers.Optimizer:
+        """Make the outer optimizer of what an optimizer of the user trains."""
+        wanted = self._settings.outer_optimizer
+        inside = tf.distribute.get_strategy() is self
+        with contextlib.nullcontext() if inside else self.scope():
+            if callable(wanted):
+                outer = wanted()
+            elif isinstance(wanted, Mapping):
+                outer = keras.optimizers.deserialize(dict(wanted))
+            else:
+                outer = type(wanted).from_config(wanted.get_config())
+            outer.build(_host.variables_of(optimizer))
+        return outer
+
+    def _step_outer(
+        self, optimizer: Any, gradients: list[Any], variables: Sequence[Any]
+    ) -> None:
+        outer = self._outer[optimizer]
+        # With what Keras wraps around a variable it applies its constraint, too.
+        wrapped = {id(v.value): v for v in _host.variables_of(optimizer)}
+        trained = [wrapped[id(v)] for v in variables]
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.strategy is self:
+            outer.apply(gradients, trained)
+        else:
+            self.run(lambda: outer.apply(gradients, trained))
