@@ -505,7 +505,7 @@ def data_that_end_early_on_some_workers(strategy: Any) -> dict[str, Any]:
         return {}
     with scope(strategy):
         model = mlp(keras.layers.BatchNormalization())
-        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), "mse")
 
     def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return batches(64, 8).take(7 - 2 * context.input_pipeline_id)

@@ -8,7 +8,7 @@ from tf_dgc import averaging
 
 
 def header(**fields: float) -> averaging.Header:
-    start = averaging.Header(0, 0, 0, 0, 0, np.nan)
+    start = averaging.Header(0, 0, 0, 0, 0, 0, np.nan)
     return start._replace(**fields)
 
 

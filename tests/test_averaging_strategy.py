@@ -28,7 +28,7 @@ def fit(strategy: Any, *layers: keras.layers.Layer, **arguments: Any) -> keras.M
 def averaged_by(strategy: Any) -> list[str]:
     """Return the names of what is averaged beside the parameters."""
     (period,) = strategy._averaging.periods.values()
-    return [variable.name.split("/")[-1] for variable in period.companions.averaged]
+    return [variable.name.split("/")[-1] for variable in period.averaged]
 
 
 class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
@@ -59,6 +59,32 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         layers = keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)
         fit(strategy, *layers)
         self.assertEqual(averaged_by(strategy), expected)
+
+    def test_a_pattern_that_matches_nothing_is_told(self) -> None:
+        strategy = averaging(non_trainable=("moving_mean", "*"))
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            fit(strategy, keras.layers.BatchNormalization())
+        (line,) = logs.output
+        self.assertRegex(line, "'moving_mean' matches none of .*/moving_mean'")
+
+    def test_the_loss_is_followed_where_a_step_is_a_tf_function(self) -> None:
+        strategy = averaging(period="adaptive", min_period=1, max_period=4)
+        with strategy.scope():
+            model = features.mlp()
+            optimizer = keras.optimizers.SGD(0.1)
+
+        @tf.function
+        def step(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            return loss
+
+        for _ in range(30):
+            loss = strategy.run(step, features.regression())
+        self.assertEqual(float(strategy._averaging.loss), float(loss))
+        self.assertLess(int(strategy.round_stats().period), 4)
 
     def test_frozen_layers_and_other_models_are_not_averaged(self) -> None:
         strategy = averaging()
@@ -133,6 +159,26 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         layer = keras.layers.Dense(4, kernel_constraint=keras.constraints.NonNeg())
         fit(strategy, layer, epochs=2)
         self.assertAllGreaterEqual(layer.kernel, 0.0)
+
+    def test_constraints_hold_after_rounds_and_flush(self) -> None:
+        compression = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
+        strategy = averaging(period=3, compression=compression)
+        layer = keras.layers.Dense(4, kernel_constraint=keras.constraints.UnitNorm())
+        model = fit(strategy, layer, epochs=2)
+        self.assertAllClose(tf.norm(layer.kernel, axis=0), [1.0] * 4)
+        strategy.flush(model)
+        self.assertAllClose(tf.norm(layer.kernel, axis=0), [1.0] * 4)
+
+    def test_masks_of_infinity_are_no_broken_parameters(self) -> None:
+        class Masked(keras.layers.Layer):
+            def build(self, shape: Any) -> None:
+                start = keras.initializers.Constant(-np.inf)
+                self.mask = self.add_weight((3,), start, trainable=False)
+
+            def call(self, x: Any) -> Any:
+                return x
+
+        fit(averaging(period=2), Masked())
 
     def test_evaluation_and_prediction_do_not_change_a_training(self) -> None:
         # Epochs end with a round anyway; what evaluates after it finds nothing to do.

@@ -172,7 +172,7 @@ averagings = st.builds(
     synchronous_steps=st.integers(0, 10**6),
     outer_optimizer=st.none()
     | st.just({"class_name": "SGD", "config": {"learning_rate": 0.7}}),
-    compression=st.none() | configs,
+    compression=st.none() | configs.filter(lambda c: c.nonfinite == "raise"),
     average_slots=st.booleans(),
     non_trainable=st.lists(st.text()).map(tuple),
 )
@@ -215,6 +215,9 @@ class AveragingConfigTest(tf.test.TestCase):
         for value in ("*", 3, (1,)):
             rule = "a sequence of patterns"
             self.assert_refused(TypeError, "non_trainable", value, rule)
+        skipping = DGCConfig(nonfinite="skip")
+        rule = "of nonfinite='raise'"
+        self.assert_refused(ValueError, "compression", skipping, rule)
         with self.assertRaisesRegex(ValueError, "unknown keys"):
             AveragingConfig(compression={"sparsity": 0.9, "density": 0.1})
 

@@ -47,7 +47,7 @@ class Worker:
         self.velocities = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
         self.statistics = [tf.Variable(float(self.rank)) for _ in range(averaged)]
         self.momenta = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
-        companions = Companions(self.statistics, [*self.velocities, *self.momenta])
+        companions = Companions(self.statistics, [], [*self.velocities, *self.momenta])
 
         def step_outer(_: Any, gradients: list[Any], variables: Sequence[Any]) -> None:
             rate, momentum = outer or (1.0, 0.0)
@@ -135,6 +135,22 @@ def twin(
             anchor = [a - rate * m for a, m in zip(anchor, momenta, strict=True)]
             own = [list(anchor) for _ in range(workers)]
     return own
+
+
+class AnyName:
+    """A transport that matches calls by their order alone, as TensorFlow's does."""
+
+    def __init__(self, transport: Loopback) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return self._transport.all_gather(tensor, "any")
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        return self._transport.all_reduce(tensors, "any")
 
 
 class TrainingTest(parameterized.TestCase, tf.test.TestCase):
@@ -268,7 +284,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
     def test_sparse_gradients_are_brought_to_full_strength(self) -> None:
         def work(transport: Loopback) -> np.ndarray:
             synchronizer = ParameterAveraging(
-                transport, AveragingConfig(), lambda owner: Companions([], []), None
+                transport, AveragingConfig(), lambda owner: Companions([], [], []), None
             )
             table = tf.Variable(tf.zeros([4, 2]))
             rows = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), [4, 2])
@@ -326,6 +342,92 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(one, two)
         self.assertNotAllClose(found[0][0][0], start()[0])
 
+    @parameterized.parameters({}, {"outer": (0.7, 0.9)})
+    def test_a_worker_without_data_gets_what_the_others_learn(
+        self, **settings: Any
+    ) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=3, **settings)
+            worker.train(4)
+            worker.synchronizer.settle()
+            if transport.rank:
+                worker.train(5)  # an epoch in which the first has nothing
+            worker.synchronizer.settle()
+            return worker.values
+
+        found = run_workers(3, work)
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, two)
+
+    @parameterized.parameters({"outer": (0.7, 0.9)}, {"compressed": True})
+    def test_what_happens_beside_steps_does_not_part_the_workers(
+        self, compressed: bool = False, **settings: Any
+    ) -> None:
+        # As weight decay does, which Keras applies before the exchange.
+        if compressed:
+            settings["compression"] = DGCConfig(sparsity=0.9, min_elements=0)
+
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2, **settings)
+            for _ in range(2):
+                for _ in range([7, 1, 4][transport.rank]):
+                    for variable in worker.variables:
+                        variable.assign(0.9 * variable)
+                    worker.step()
+                worker.synchronizer.settle()
+            return worker.values
+
+        found = run_workers(3, work)
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, two)
+
+    def test_weights_loaded_between_trainings_are_where_the_next_begins(self) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2, outer=(0.5, 0.0))
+            worker.train(4)
+            worker.synchronizer.settle()
+            for variable in worker.variables:
+                variable.assign(tf.fill(variable.shape, 100.0))
+            worker.synchronizer.settle()  # as the data are shared out
+            return worker.train(2)
+
+        for found in run_workers(2, work):
+            self.assertAllGreater(found[0], 50.0)
+
+    def test_statistics_that_changed_without_a_step_are_settled(self) -> None:
+        def work(transport: Loopback) -> tuple[float, float]:
+            worker = Worker(transport, period=1, averaged=1)
+            worker.step()
+            worker.synchronizer.settle()
+            worker.statistics[0].assign(3.0 * transport.rank)  # a forward pass
+            before = worker.values[0][0, 0]
+            worker.synchronizer.settle()
+            return float(worker.statistics[0]), worker.values[0][0, 0] - before
+
+        self.assertEqual(run_workers(3, work), [(3.0, 0.0)] * 3)
+
+    def test_two_optimizers_need_as_many_steps_on_every_worker(self) -> None:
+        def work(transport: Loopback) -> None:
+            one = Worker(transport, period=2)
+            other, variables = Owner(), [tf.Variable(v) for v in start()]
+
+            def step() -> None:
+                one.step()
+                zeros = [tf.zeros(shape) for shape in SHAPES]
+                one.synchronizer.exchange(other, zeros, variables)
+                one.synchronizer.end_step(other, variables)
+
+            for _ in range([6, 2][transport.rank]):
+                step()
+            one.synchronizer.settle()
+
+        hub = outcomes(2, lambda transport: work(AnyName(transport)))
+        for outcome in hub:
+            self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
+            self.assertIn("round of the same optimizer", str(outcome))
+
     def test_an_optimizer_of_the_past_is_left_alone(self) -> None:
         def work(transport: Loopback) -> int:
             worker = Worker(transport, period=2)
@@ -349,7 +451,9 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             worker.synchronizer.settle()
             for one, two in zip(before, worker.values, strict=True):
                 np.testing.assert_array_equal(one, two)
-            self.assertLen(transport.sent, calls)
+            # A worker that has not trained since cannot know that nobody has.
+            sent = transport.sent[calls:]
+            self.assertEqual([call.call for call in sent], ["all_gather"])
             self.assertEqual(int(worker.period.rounds), 2)
 
         run_workers(2, work)
@@ -392,7 +496,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         for outcome in outcomes(2, work):
             self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
-            self.assertIn("not in the same round", str(outcome))
+            self.assertIn("not in the same round of the same", str(outcome))
 
     def test_workers_with_different_statistics_stop_at_the_first_step(self) -> None:
         def work(transport: Loopback) -> None:
@@ -414,7 +518,7 @@ class FiguresTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(int(synchronizer.stats().dense_bytes), size)
             worker.step()
             sent = sum(call.bytes for call in transport.sent[before:])
-            self.assertEqual(sent, size + 4 + 48)
+            self.assertEqual(sent, size + 4 + 56)
             self.assertEqual(int(synchronizer.stats().sent_bytes), sent)
             self.assertEqual(int(synchronizer.stats(total=True).sent_bytes), sent)
             self.assertEqual(int(synchronizer.stats(total=True).dense_bytes), 2 * size)
@@ -507,6 +611,52 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         for one, two in zip(expected, found, strict=True):
             for own, other in zip(one, two, strict=True):
                 np.testing.assert_array_equal(own, other)
+
+    def test_the_period_is_that_of_the_present_settings(self) -> None:
+        def save(transport: Loopback) -> None:
+            worker = Worker(transport, period=16)
+            worker.train(3)
+            worker.synchronizer.save(self.folder)
+
+        def resume(transport: Loopback, **settings: Any) -> int:
+            worker = Worker(transport, **settings)
+            worker.train(1)
+            worker.synchronizer.restore(self.folder)
+            return int(worker.synchronizer.round_stats().period)
+
+        run_workers(2, save)
+        self.assertEqual(run_workers(2, lambda t: resume(t, period=2)), [2, 2])
+        adaptive = {"period": "adaptive", "max_period": 9}
+        self.assertEqual(run_workers(2, lambda t: resume(t, **adaptive)), [9, 9])
+
+    def test_what_was_restored_waits_until_it_is_trained_or_flushed(self) -> None:
+        def work(transport: Loopback) -> tuple[int, int, int]:
+            worker = Worker(transport, period=16)
+            worker.train(3)
+            worker.synchronizer.save(self.folder)
+            worker.synchronizer.restore(self.folder)
+            worker.synchronizer.settle()
+            before = int(worker.period.position)
+            worker.step()
+            after = int(worker.period.position)
+            worker.synchronizer.restore(self.folder)
+            worker.synchronizer.settle(resumed=True)
+            return before, after, int(worker.period.position)
+
+        self.assertEqual(run_workers(2, work), [(3, 4, 0)] * 2)
+
+    def test_at_the_end_of_a_period_weights_are_the_models_own(self) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2)
+            worker.train(2)
+            worker.synchronizer.save(self.folder)
+            for variable in worker.variables:
+                variable.assign(tf.ones_like(variable))
+            worker.synchronizer.restore(self.folder)
+            return worker.values
+
+        for found in run_workers(2, work):
+            self.assertAllEqual(found[0], np.ones(SHAPES[0]))
 
     def test_an_eager_first_step_comes_too_late_for_parameters(self) -> None:
         def save(transport: Loopback) -> None:

@@ -32,21 +32,22 @@ class Header(NamedTuple):
     Each of shape [], float64; of all workers, [N].
     """
 
+    account: Any  # whose parameters
     round: Any  # number of the round
     moved: Any  # local steps since the last one
     unsettled: Any  # steps since statistics were averaged
     done: Any  # 1 where the worker has come to the end of its data
-    nonfinite: Any  # 0, or the number of the first variable that is not finite, from 1
+    nonfinite: Any  # 0, or the number of the first parameter that is not finite, from 1
     loss: Any  # what it saw last; NaN where it saw none
 
 
 def write(header: Header) -> tf.Tensor:
-    """Return a header as a tensor, shape [6], float64."""
+    """Return a header as a tensor, shape [7], float64."""
     return tf.stack([tf.cast(field, tf.float64) for field in header])
 
 
 def read(gathered: tf.Tensor) -> Header:
-    """Return the headers of all workers, given in shape [N, 6]."""
+    """Return the headers of all workers, given in shape [N, 7]."""
     return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
 
 

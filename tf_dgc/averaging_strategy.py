@@ -1,6 +1,7 @@
 """The strategy of parameter averaging."""
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,19 +13,27 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.config import ADAPTIVE, AveragingConfig
 from tf_dgc.state import RoundStats
-from tf_dgc.strategy import BaseStrategy
+from tf_dgc.strategy import BaseStrategy, constrain
 from tf_dgc.synchronizers import Companions, Exchanged, ParameterAveraging, Synchronizer
 from tf_dgc.transports import Transport
+
+_logger = logging.getLogger("tf_dgc")
 
 
 class ParameterAveragingStrategy(BaseStrategy):
     """Local steps with the user's own optimizer; parameters averaged in rounds.
 
     A round is held after `period` local steps, and wherever workers meet outside of
-    steps: at the end of an epoch, and before `fit`, `evaluate` and `predict`. So these,
-    callbacks at the end of epochs, and what follows `fit`, see averaged parameters. In
-    a loop of one's own `flush(model)` holds one, and moving statistics are averaged of
-    all layers that were made in the scope.
+    steps: where metrics are read, as `fit` does at the end of an epoch, and before
+    `fit`, `evaluate` and `predict`. So these, callbacks at the end of epochs, and what
+    follows `fit`, see averaged parameters. (Not a `fit` whose model has no metrics, not
+    even a loss; and not what follows `restore_state` until the next step.)
+
+    In a loop of one's own `flush(model)` holds a round. There, all variables of
+    floating point that were made in the scope as not trainable count as statistics.
+
+    Within a period the weights of each worker are a part of its state: `save_state`
+    writes them then, with its optimizer's, and `restore_state` brings them back.
 
     Example:
         config = tf_dgc.AveragingConfig(period=16)
@@ -68,6 +77,7 @@ class ParameterAveragingStrategy(BaseStrategy):
         )
         self._exchanges = 0
         self._model: Any = None  # whose step is run
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
         step_outer = self._step_outer if config.outer_optimizer else None
 
         def synchronizer(found: Transport) -> Synchronizer:
@@ -93,7 +103,11 @@ class ParameterAveragingStrategy(BaseStrategy):
 
     def settle(self) -> None:
         """Hold a round of what was trained since the last one."""
-        self._averaging.settle()
+        self._settle(resumed=False)
+
+    def _settle(self, resumed: bool) -> None:
+        for optimizer in self._averaging.settle(resumed):
+            constrain(_host.variables_of(optimizer))
 
     def flush(self, model: keras.Model) -> None:
         """Hold a round, and apply what compression keeps back; all workers call this.
@@ -104,8 +118,9 @@ class ParameterAveragingStrategy(BaseStrategy):
         Raises:
             ValueError: a state was restored, and not trained with since.
         """
-        self.settle()
+        self._settle(resumed=True)
         self._averaging.release([v.value for v in model.trainable_variables])
+        constrain(model.trainable_variables)
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
@@ -117,8 +132,15 @@ class ParameterAveragingStrategy(BaseStrategy):
                 the period is to follow a loss that `fn` does not return.
         """
         before, self._model = self._exchanges, getattr(fn, "__self__", None)
-        result = super().run(fn, args, kwargs, options)
-        if self._exchanges > before and self._settings.period == ADAPTIVE:
+        try:
+            result = super().run(fn, args, kwargs, options)
+        finally:
+            self._model = None
+        if self._settings.period != ADAPTIVE:
+            return result
+        if self._exchanges > before:
+            self._training.add(fn)  # a tf.function is traced only once
+        if fn in self._training:
             loss: Any = result.get("loss") if isinstance(result, Mapping) else result
             if not tf.is_tensor(loss) or loss.shape.rank != 0:
                 raise ValueError(
@@ -160,16 +182,22 @@ class ParameterAveragingStrategy(BaseStrategy):
             for variable in statistics
             if any(fnmatchcase(variable.name, f"{p}:0") for p in config.non_trainable)
         ]
-        averaged = [*chosen, *_host.averages_of(optimizer)]
+        for pattern in set(config.non_trainable) - {"*"}:
+            if not any(fnmatchcase(v.name, f"{pattern}:0") for v in statistics):
+                paths = [v.name.removesuffix(":0") for v in statistics]
+                _logger.warning("%r matches none of %s", pattern, paths)
+        averaged = _host.averages_of(optimizer)
         slots = _host.slots_of(optimizer)
         if config.outer_optimizer is not None:
-            outer = self._outer[optimizer] = self._outer_for(optimizer)
+            if optimizer not in self._outer:
+                self._outer[optimizer] = self._outer_for(optimizer)
+            outer = self._outer[optimizer]
             own = [variable.value for variable in outer.variables]
         else:
             own = []
         if config.average_slots:
-            return Companions([*averaged, *slots], own)
-        return Companions(averaged, [*slots, *own])
+            return Companions(chosen, [*averaged, *slots], own)
+        return Companions(chosen, averaged, [*slots, *own])
 
     def _outer_for(
         self, optimizer: keras.optimizers.Optimizer

@@ -126,7 +126,8 @@ class AveragingConfig(_Settings):
 
     Attributes:
         period: local steps between two rounds, 1 or more, or "adaptive": it begins with
-            `max_period` and shortens with the root of the loss, down to `min_period`.
+            `max_period` and shortens with the root of the loss that a step returns (of
+            Keras, the mean since the epoch began), down to `min_period`.
         min_period: least period where it adapts.
         max_period: first and largest period where it adapts.
         synchronous_steps: number of first steps in which gradients are exchanged as by
@@ -143,8 +144,8 @@ class AveragingConfig(_Settings):
         average_slots: average also what the optimizer keeps, such as momentum, which
             multiplies the traffic; by default that is each worker's own.
         non_trainable: which variables of layers that are not trained by gradients, such
-            as moving statistics, are averaged: patterns of their paths, with "*" and
-            "?". Floating point only, and no part of an optimizer or metric.
+            as moving statistics, are averaged: patterns of their whole paths, such as
+            "*/moving_mean". Floating point only, no part of an optimizer or metric.
 
     Raises:
         ValueError: a value is out of its range.
@@ -190,6 +191,9 @@ class AveragingConfig(_Settings):
             self._set("compression", DGCConfig.from_config(compression))
         elif not isinstance(compression, DGCConfig | None):
             raise TypeError(_message("compression", "a DGCConfig or None", self))
+        if self.compression and self.compression.nonfinite != "raise":
+            rule = "of nonfinite='raise', as rounds always do"
+            raise ValueError(_message("compression", rule, self))
         if not isinstance(self.average_slots, bool):
             raise TypeError(_message("average_slots", "True or False", self))
         patterns: Any = self.non_trainable

@@ -158,7 +158,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 rate = tf.convert_to_tensor(optimizer.learning_rate)
                 update = functools.partial(_host.update_variables, optimizer, self)
                 self._apply(optimizer, exchanged, variables, rate, update)
-        _constrain(model)
+        constrain(model.trainable_variables)
 
     def settle(self) -> None:
         """Make variables the same on all workers, where these may differ by now.
@@ -242,8 +242,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self.extended.exchanged = False
 
 
-def _constrain(model: keras.Model) -> None:
-    for variable in model.trainable_variables:
+def constrain(variables: Sequence[Any]) -> None:
+    """Apply their constraints to Keras variables, as optimizers do after a step."""
+    for variable in variables:
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))
 

@@ -4,6 +4,7 @@ Axes: N workers.
 """
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ from tf_dgc.synchronizers.dense import Dense
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
+_PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
 _HEADER_BYTES = 8 * len(averaging.Header._fields)
 
 
 class Companions(NamedTuple):
     """Variables that belong to an owner's training, beside those it trains."""
 
-    averaged: Sequence[Any]  # with the parameters, in each round
+    statistics: Sequence[Any]  # that forward passes change; averaged in each round
+    averaged: Sequence[Any]  # averaged, too, of the optimizer
     own: Sequence[Any]  # each worker's; saved with its state
 
 
@@ -34,6 +37,18 @@ class Period(NamedTuple):
 
     state: AveragingState
     companions: Companions
+
+    @property
+    def averaged(self) -> list[Any]:
+        """What is averaged beside the parameters."""
+        return [*self.companions.statistics, *self.companions.averaged]
+
+
+class Mark(NamedTuple):
+    """What tells whether an account has changed."""
+
+    steps: int
+    statistics: int  # checksum
 
 
 class ParameterAveraging(Synchronizer):
@@ -72,10 +87,12 @@ class ParameterAveraging(Synchronizer):
             else Dense(transport)
         )
         self._anchored = bool(step_outer or compression)
-        # Steps that were done when all last met, or when they were restored.
-        self._settled: weakref.WeakKeyDictionary[Account, int] = (
+        # When all last met, or when it was restored.
+        self._settled: weakref.WeakKeyDictionary[Account, Mark] = (
             weakref.WeakKeyDictionary()
         )
+        self._resumed: weakref.WeakSet[Account] = weakref.WeakSet()
+        self._last: Account | None = None  # that was opened
         self._eager = False  # whether the step that is taken runs eagerly
         with tf.init_scope(), tf.device("CPU:0"):
             self.loss = tf.Variable(float("nan"), dtype=tf.float64, trainable=False)
@@ -86,7 +103,8 @@ class ParameterAveraging(Synchronizer):
         self, owner: object, variables: Sequence[Any], momentum: dgc.Momentum | None
     ) -> Account:
         account = super()._open(owner, variables, momentum)
-        restored = account in self._settled
+        self._last = account
+        restored = account in self._resumed
         if restored and self._eager and int(self.periods[account].state.position):
             raise ValueError(
                 "What was saved in the midst of a period must be restored before a "
@@ -110,9 +128,6 @@ class ParameterAveraging(Synchronizer):
         self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         state, first = self.periods[account].state, self.config.synchronous_steps
-        if self._anchored:
-            local = state.steps >= first
-            tf.cond(local, lambda: self._drop_anchor(account), lambda: None)
         nothing = tf.zeros([], tf.int64)
 
         def own() -> tuple[list[Any], tf.Tensor, tf.Tensor]:
@@ -129,16 +144,6 @@ class ParameterAveraging(Synchronizer):
             )
         return Exchanged(found, [False] * len(found), None), size, elements
 
-    def _drop_anchor(self, account: Account) -> None:
-        """Where a period begins, remember the parameters."""
-        state = self.periods[account].state
-
-        def drop() -> None:
-            for anchor, variable in zip(state.anchor, account.variables, strict=True):
-                anchor.assign(variable)
-
-        tf.cond(state.position == 0, drop, lambda: None)
-
     def end_step(self, owner: object, variables: Sequence[Any]) -> None:
         """Count a step that has been applied, and hold a round where it is time.
 
@@ -148,7 +153,12 @@ class ParameterAveraging(Synchronizer):
         """
         account = self._owners[owner][tuple(id(v) for v in variables)]
         state = self.periods[account].state
-        local = state.steps >= self.config.synchronous_steps
+        first = self.config.synchronous_steps
+        local = state.steps >= first
+        if self._anchored and first:
+            # The last of them leads to where the first period begins.
+            last = state.steps == first - 1
+            tf.cond(last, lambda: self._drop_anchor(account), lambda: None)
         position = state.position.assign_add(tf.cast(local, tf.int64))
         state.unsettled.assign_add(1)
         state.steps.assign_add(1)
@@ -160,40 +170,85 @@ class ParameterAveraging(Synchronizer):
 
     # Rounds.
 
-    def settle(self) -> None:
+    def settle(self, resumed: bool = False) -> list[Any]:
         """Hold a last round, eagerly, of what was trained since the last call.
 
         A worker that has come here takes part in the rounds of those that have not,
         with nothing to add, until all are here. All workers call this.
+
+        Args:
+            resumed: also of what was restored in the midst of a period, and not
+                trained since.
+
+        Returns:
+            The owners whose parameters were averaged.
         """
-        for account in self.accounts():
-            steps = int(self.periods[account].state.steps)
-            together = self._settled.get(account, 0) == steps
-            self._settled[account] = steps
+        accounts = self.accounts()
+        if len(accounts) > 1:
+            accounts = self._accounts_of(None)  # that are left, on all workers alike
+        waiting = [] if resumed else [a for a in accounts if self._is_resumed(a)]
+        marks = {account: self._mark_of(account) for account in accounts}
+        changed = [a for a in accounts if self._settled[a] != marks[a]]
+        if not changed and self._last in accounts:
+            changed = [self._last]  # where others may have trained
+        averaged = []
+        for account in changed:
+            if account in waiting:
+                continue
+            state = self.periods[account].state
+            if self._settled[account].statistics != marks[account].statistics:
+                # By forward passes that took no step, too.
+                state.unsettled.assign(tf.maximum(state.unsettled, 1))
+            together = False
             while not together:
                 headers = self._meet(account, done=True)
                 moved = bool(tf.reduce_any(headers.moved > 0))
                 if moved or tf.reduce_any(headers.unsettled > 0):
                     self._average(account, headers, parameters=moved)
                 together = bool(tf.reduce_all(headers.done > 0))
+                averaged += [account.owner()] * moved
+            self._settled[account] = self._mark_of(account)
+            self._resumed.discard(account)
+        for account in accounts:
+            if self._anchored and account not in waiting:
+                self._drop_anchor(account)  # weights may have been loaded
+        return averaged
+
+    def _is_resumed(self, account: Account) -> bool:
+        """Tell whether it was restored, and not trained since."""
+        steps = int(self.periods[account].state.steps)
+        return account in self._resumed and self._settled[account].steps == steps
+
+    def _mark_of(self, account: Account) -> Mark:
+        state, companions = self.periods[account]
+        crc = 0
+        for variable in companions.statistics:
+            crc = zlib.crc32(variable.numpy().tobytes(), crc)
+        return Mark(int(state.steps), crc)
+
+    def _drop_anchor(self, account: Account) -> None:
+        """Remember the parameters, which are the same on all workers now."""
+        state = self.periods[account].state
+        for anchor, variable in zip(state.anchor, account.variables, strict=True):
+            anchor.assign(variable)
 
     def _meet(self, account: Account, done: bool) -> averaging.Header:
         """Exchange headers; raise where the workers cannot go on together."""
-        state, companions = self.periods[account]
-        averaged = [*account.variables, *companions.averaged]
+        state = self.periods[account].state
         header = averaging.Header(
+            account.number,
             state.rounds,
             state.position,
             state.unsettled,
             done,
-            dgc.first_nonfinite(averaged),
+            dgc.first_nonfinite(account.variables),
             self.loss,
         )
         gathered = self.transport.all_gather(
             averaging.write(header), f"{account.name}.round"
         )
         headers = averaging.read(gathered)
-        names = [v.name for v in averaged]
+        names = [v.name for v in account.variables]
         with tf.control_dependencies(_refuse(headers, state.steps, names)):
             return averaging.Header(*[tf.identity(field) for field in headers])
 
@@ -201,8 +256,7 @@ class ParameterAveraging(Synchronizer):
         self, account: Account, headers: averaging.Header, parameters: bool
     ) -> None:
         """Average statistics and, if told so, parameters; the next period begins."""
-        state, companions = self.periods[account]
-        averaged = list(companions.averaged)
+        state, averaged = self.periods[account].state, self.periods[account].averaged
         parts = averaging.shares(
             averaged, state.unsettled, averaging.count(headers.unsettled)
         )
@@ -212,7 +266,6 @@ class ParameterAveraging(Synchronizer):
         if parameters:
             own = [variable.read_value() for variable in account.variables]
         if parameters and self._anchored:
-            self._drop_anchor(account)
             anchor = [a.read_value() for a in state.anchor]
             gradients = averaging.shares(
                 averaging.outer_gradients(anchor, own), state.position, moved
@@ -239,6 +292,8 @@ class ParameterAveraging(Synchronizer):
         size += sum(n * v.dtype.size for n, v in zip(counts, averaged, strict=True))
         figures = tf.cast([size, 0, elements + sum(counts), 0], tf.int64)
         account.counters.add(figures)
+        if parameters and self._anchored:
+            self._drop_anchor(account)
         if parameters:
             state.distance.assign(averaging.distance(own, account.variables))
             self._adapt(state, headers)
@@ -267,11 +322,6 @@ class ParameterAveraging(Synchronizer):
 
     def _prepare(self, account: Account, momentum: dgc.Momentum | None) -> None:
         companions = self._companions_of(account.owner())
-        forms = {
-            f"averaged {i}": f"{v.dtype.name} {v.shape}"
-            for i, v in enumerate(companions.averaged)
-        }
-        handshake.agree(self.transport, "averaged variables", forms)
         self._inner._prepare(account, None)
         period = self.config.period
         state = AveragingState(
@@ -279,14 +329,23 @@ class ParameterAveraging(Synchronizer):
             account.variables if self._anchored else [],
             self.transport.device,
         )
-        self.periods[account] = Period(state, companions)
+        period_of = self.periods[account] = Period(state, companions)
+        forms = {
+            f"averaged {i}": f"{v.dtype.name} {v.shape}"
+            for i, v in enumerate(period_of.averaged)
+        }
+        handshake.agree(self.transport, "averaged variables", forms)
+        if self._anchored:
+            self._drop_anchor(account)
+        # Of statistics that are none: they may have changed already.
+        self._settled[account] = Mark(0, -1)
 
     def _arrays_of(self, account: Account) -> dict[str, tf.Variable]:
         state, companions = self.periods[account]
-        found = self._inner._arrays_of(account) | state.arrays()
+        found = self._inner._arrays_of(account) | state.arrays() | {"loss": self.loss}
         for name, variables in (
-            ("parameter", account.variables),
-            ("averaged", companions.averaged),
+            (_PARAMETER, account.variables),
+            (_AVERAGED, self.periods[account].averaged),
             ("own", companions.own),
         ):
             found |= {f"{name} {i}": v for i, v in enumerate(variables)}
@@ -299,8 +358,21 @@ class ParameterAveraging(Synchronizer):
         self._inner._load_step(account, step)
 
     def _load(self, account: Account, record: saving.Record) -> None:
-        super()._load(account, record)
-        self._settled[account] = int(self.periods[account].state.steps)
+        # At the end of a period these are the model's own weights, which are its
+        # user's to load.
+        agreed = {
+            _PARAMETER: not record.arrays["position"],
+            _AVERAGED: not record.arrays["unsettled"],
+        }
+        left = {k: v for k, v in record.arrays.items() if not agreed.get(k.split()[0])}
+        super()._load(account, record._replace(arrays=left))
+        state, config = self.periods[account].state, self.config
+        least, most = config.min_period, config.max_period
+        if not isinstance(config.period, str):
+            least = most = config.period
+        state.period.assign(tf.clip_by_value(state.period, least, most))
+        self._resumed.add(account)
+        self._settled[account] = self._mark_of(account)
 
     def release(self, variables: Sequence[Any]) -> None:
         """Apply what compression keeps back of these variables, eagerly; clear it.
@@ -349,8 +421,14 @@ def _refuse(headers: averaging.Header, step: Any, names: list[str]) -> list[Any]
     name = tf.gather(tf.constant(["", *names]), bad[rank])
     return [
         tf.debugging.Assert(
-            tf.reduce_all(headers.round == headers.round[0]),
-            ["The workers are not in the same round. Rounds, by rank:", headers.round],
+            tf.reduce_all(headers.account == headers.account[0])
+            & tf.reduce_all(headers.round == headers.round[0]),
+            [
+                "The workers are not in the same round of the same optimizer. Numbers "
+                "of optimizers and of rounds, by rank:",
+                headers.account,
+                headers.round,
+            ],
             summarize=-1,
         ),
         tf.debugging.Assert(

@@ -191,8 +191,9 @@ class Synchronizer(abc.ABC):
                 )
 
     def _load(self, account: Account, record: saving.Record) -> None:
-        for name, variable in self._arrays_of(account).items():
-            variable.assign(tf.cast(record.arrays[name], variable.dtype))
+        variables = self._arrays_of(account)
+        for name, array in record.arrays.items():
+            variables[name].assign(tf.cast(array, variables[name].dtype))
         self._load_step(account, record.step)
 
     def _arrays_of(self, account: Account) -> dict[str, tf.Variable]:
