@@ -350,21 +350,25 @@ def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     panels = sorted({(group[0]["task"], group[0]["epochs"]) for group in groups})
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False
-    )
-    for axis, panel in zip(axes[0], panels, strict=True):
+    colors = {
+        row: f"C{i}" for i, row in enumerate(sorted({g[0]["row"] for g in groups}))
+    }
+    down = -(-len(panels) // 2)
+    figure, axes = pyplot.subplots(down, 2, figsize=(12, 4.5 * down), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, panel in zip(axes.flat, panels, strict=False):
         for results in groups:
             if (results[0]["task"], results[0]["epochs"]) != panel:
                 continue
             runs = [figure_of(panel[0], result["history"]) for result in results]
             curves = list(zip(*runs, strict=True))
             epochs = range(1, len(curves) + 1)
-            axis.plot(
-                epochs, [statistics.mean(c) for c in curves], label=results[0]["row"]
-            )
+            row = results[0]["row"]
+            means = [statistics.mean(c) for c in curves]
+            axis.plot(epochs, means, label=row, color=colors[row])
             lowest, highest = [min(c) for c in curves], [max(c) for c in curves]
-            axis.fill_between(epochs, lowest, highest, alpha=0.2)
+            axis.fill_between(epochs, lowest, highest, alpha=0.2, color=colors[row])
         what = "perplexity" if panel[0] == "text" else "accuracy, %"
         axis.set(xlabel="epoch", ylabel=f"{what}, unseen data", title=f"{panel[0]}")
         axis.legend()
