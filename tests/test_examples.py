@@ -101,6 +101,16 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
+    def test_horovod_fit_and_tape(self) -> None:
+        if launch.horovod_missing():
+            self.skipTest(launch.horovod_missing())
+        lines = run_example("horovod_fit", "--epochs", "5", launcher="horovod")
+        self.assertIn("weights            bit-identical on all workers", lines)
+        self.assertGreater(number_behind("test accuracy", lines), 60)
+        self.assert_compressed(lines, at_least=5)
+        lines = run_example("horovod_tape", "--epochs", "5", launcher="horovod")
+        self.assertGreater(number_behind("test accuracy", lines), 60)
+
     def test_cifar10(self) -> None:
         random = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:

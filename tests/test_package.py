@@ -51,8 +51,13 @@ TIERS = (
         "strategy",
         "averaging_strategy",
         "simulate",
-        "horovod",
         "callbacks",
+        "horovod",
+        "horovod.callbacks",
+        "horovod.compressor",
+        "horovod.core",
+        "horovod.optimizer",
+        "horovod.tape",
     ),
     ("",),  # the package itself
 )

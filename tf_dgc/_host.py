@@ -62,6 +62,7 @@ def probe() -> None:
         (input_lib, "_create_distributed_tensor_spec"),
         (values, "SyncOnReadVariable"),
         (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
+        (keras.optimizers.Optimizer, "_backend_update_step"),
     ]
     for owner, name in wanted:
         if not hasattr(owner, name):
@@ -275,6 +276,21 @@ def variables_of(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
     keras/src/optimizers/base_optimizer.py: BaseOptimizer._trainable_variables.
     """
     return optimizer._trainable_variables
+
+
+def update_step_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+    """Return what updates variables by gradients at a learning rate.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._backend_update_step.
+    """
+    return optimizer._backend_update_step
+
+
+def set_update_step(
+    optimizer: keras.optimizers.Optimizer, update_step: Callable[..., None]
+) -> None:
+    """Put something in the place of `update_step_of`, of this one optimizer."""
+    optimizer._backend_update_step = update_step
 
 
 def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:

@@ -1,0 +1,230 @@
+"""Scripts that use Horovod without a strategy: what all front ends have in common.
+
+The cases of `front_ends.py` run once on two real workers; each test looks at some.
+"""
+
+from typing import Any, ClassVar
+
+import keras
+import launch
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from loopback import Loopback, run_workers
+
+import tf_dgc
+from tf_dgc import horovod as hvd
+from tf_dgc.transports.local import LocalTransport
+
+SCRIPT = str(launch.ROOT / "tests" / "front_ends.py")
+CONFIGS = ("dense", "all", "tenth", "corrected")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
+    found: ClassVar[list[dict[str, Any]] | Exception]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        if launch.horovod_missing():
+            raise cls.skipTest(cls(), launch.horovod_missing())
+        cls.found = launch.results_of(SCRIPT, launcher="horovod", timeout=500)
+
+    def results(self, case: str) -> list[dict[str, Any]]:
+        results = [worker[case] for worker in launch.checked(self.found)]
+        for rank, result in enumerate(results):
+            if "error" in result:
+                self.fail(f"rank {rank}: {result['error']}")
+        return results
+
+    def assert_same(self, case: str, other: str) -> None:
+        for one, two in zip(self.results(case), self.results(other), strict=True):
+            self.assertAllClose(one["losses"], two["losses"], 1e-6, 1e-6)
+            for own, theirs in zip(one["weights"], two["weights"], strict=True):
+                self.assertAllClose(own, theirs, 1e-5, 1e-5)
+
+    @parameterized.product(
+        front=("by_optimizer", "by_tape"),
+        config=CONFIGS,
+        optimizer=("plain", "momentum"),
+    )
+    def test_all_front_ends_train_alike(
+        self, front: str, config: str, optimizer: str
+    ) -> None:
+        if (front, config, optimizer) == ("by_tape", "corrected", "momentum"):
+            self.skipTest("a tape knows no momentum")
+        case = f"{front} {config} {optimizer}"
+        self.assert_same(case, f"by_strategy {config} {optimizer}")
+
+    @parameterized.parameters("all", "tenth")
+    def test_horovods_own_tape_trains_alike_with_the_compressor(
+        self, config: str
+    ) -> None:
+        # Each tensor has a message of its own here, but so has each its thresholds.
+        self.assert_same(f"by_compressor {config} plain", f"by_strategy {config} plain")
+
+    def test_weights_are_the_same_bits_on_all_workers(self) -> None:
+        for case in launch.checked(self.found)[0]:
+            if case not in ("rank", "theirs", "saved_form"):
+                with self.subTest(case):
+                    one, two = self.results(case)
+                    self.assertEqual(one["crc"], two["crc"])
+
+    def test_horovods_own_optimizer_does_not_synchronise_on_keras_3(self) -> None:
+        # Should it one day, this front end has one reason less.
+        one, two = self.results("theirs")
+        self.assertNotEqual(one["crc"], two["crc"])
+
+    def test_compression_sends_less(self) -> None:
+        (dense, _), (tenth, _) = (
+            self.results(f"by_optimizer {config} plain")
+            for config in ("dense", "tenth")
+        )
+        self.assertLess(tenth["sent"], dense["sent"] / 3)
+
+    def test_passes_are_collected_before_they_are_exchanged(self) -> None:
+        passes, _ = self.results("passes")
+        every, _ = self.results("by_optimizer dense momentum")
+        self.assertEqual(2 * passes["sent"], every["sent"])
+
+    def test_a_saved_model_loads_as_if_it_had_not_been_distributed(self) -> None:
+        for result in self.results("saved_form"):
+            self.assertEqual(result["types"], [True, True])
+            self.assertTrue(result["same"])
+            self.assertTrue(result["form"])
+            self.assertFalse(result["distributed"])
+
+    def test_an_overflow_on_one_worker_is_one_for_all(self) -> None:
+        one, two = self.results("mixed_precision")
+        self.assertEqual(one["scale"], two["scale"])
+        self.assertLess(one["scale"], 2.0**15)
+
+
+class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
+    """What is refused, and what one worker alone can tell."""
+
+    def distributed(self, optimizer: Any, *args: Any, **options: Any) -> Any:
+        over = LocalTransport()
+        return hvd.DistributedOptimizer(optimizer, *args, over=over, **options)
+
+    def test_types_are_checked(self) -> None:
+        for optimizer in ("sgd", None, keras.optimizers.SGD):
+            with self.assertRaisesRegex(TypeError, "must be one of Keras"):
+                self.distributed(optimizer)
+        for config in (0.99, tf_dgc.AveragingConfig()):
+            with self.assertRaisesRegex(TypeError, "must be a DGCConfig or None"):
+                self.distributed(keras.optimizers.SGD(), config)
+            with self.assertRaisesRegex(TypeError, "must be a DGCConfig"):
+                hvd.DGCCompressor(config, over=LocalTransport())
+
+    def test_an_optimizer_is_distributed_once(self) -> None:
+        optimizer = self.distributed(keras.optimizers.SGD())
+        with self.assertRaisesRegex(ValueError, "is distributed already"):
+            self.distributed(optimizer)
+        with self.assertRaisesRegex(ValueError, "is distributed already"):
+            self.distributed(keras.optimizers.LossScaleOptimizer(optimizer))
+
+    def test_passes_are_given_in_time_and_once(self) -> None:
+        for steps in (0, 1.5, -2):
+            with self.assertRaisesRegex(ValueError, "an integer of at least 1"):
+                sgd = keras.optimizers.SGD()
+                self.distributed(sgd, backward_passes_per_step=steps)
+        built = keras.optimizers.SGD()
+        built.build([keras.Variable([1.0])])
+        for optimizer in (keras.optimizers.SGD(gradient_accumulation_steps=2), built):
+            with self.assertRaisesRegex(ValueError, "before the optimizer is built"):
+                self.distributed(optimizer, backward_passes_per_step=2)
+
+    def test_what_has_no_momentum_to_correct_is_told(self) -> None:
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            self.distributed(keras.optimizers.Adam(), tf_dgc.DGCConfig())
+        self.assertIn("without momentum correction", logs.output[0])
+
+    def test_a_tape_keeps_structure_and_missing_gradients(self) -> None:
+        x, unused = keras.Variable([2.0, 3.0]), tf.Variable(1.0)
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(x * x)
+        wrapped = hvd.DistributedGradientTape(tape, over=LocalTransport())
+        found = wrapped.gradient(loss, {"x": x, "rest": [unused]})
+        self.assertAllEqual(found["x"], [4.0, 6.0])
+        self.assertEqual(found["rest"], [None])
+
+    def test_a_tape_records_as_the_one_it_wraps(self) -> None:
+        x = tf.constant(3.0)
+        over = LocalTransport()
+        with hvd.DistributedGradientTape(tf.GradientTape(), over=over) as tape:
+            tape.watch(x)
+            loss = x * x
+        self.assertAllEqual(tape.gradient(loss, x), 6.0)
+
+    def test_a_compressor_outside_of_graphs_is_for_one_tensor(self) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
+        compressor = hvd.DGCCompressor(config, over=LocalTransport())
+        compressor.compress(tf.ones([4, 4]))
+        with self.assertRaisesRegex(ValueError, r"must have shape \(4, 4\)"):
+            compressor.compress(tf.ones([5, 4]))
+
+    def test_a_compressor_leaves_small_tensors_to_horovod(self) -> None:
+        compressor = hvd.DGCCompressor(tf_dgc.DGCConfig(), over=LocalTransport())
+        tensor = tf.ones([4])
+        left, context = compressor.compress(tensor)
+        self.assertIs(left, tensor)
+        self.assertIs(compressor.decompress(left, context), tensor)
+
+    @parameterized.parameters(0, 2)
+    def test_variables_begin_as_those_of_the_root(self, root: int) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            with lock:
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+                model.compile("adam", "mse")
+                model.optimizer.build(model.trainable_variables)
+            model.layers[0].kernel.assign(tf.fill([3, 2], float(transport.rank)))
+            callback = hvd.callbacks.BroadcastVariables(root, over=transport)
+            callback.set_model(model)
+            callback.on_train_begin()
+            return model.get_weights()
+
+        import threading
+
+        lock = threading.Lock()
+        for kernel, _ in run_workers(3, work):
+            self.assertAllEqual(kernel, np.full([3, 2], root))
+
+    def test_there_must_be_such_a_root(self) -> None:
+        for root in (-1, 1):
+            with self.assertRaisesRegex(ValueError, r"must be in \[0, 1\)"):
+                hvd.callbacks.BroadcastVariables(root, over=LocalTransport())
+
+    def test_logs_become_means(self) -> None:
+        def work(transport: Loopback) -> dict[str, float]:
+            logs = {"loss": 1.0 + transport.rank, "mae": 3.0}
+            average = hvd.callbacks.MetricAverage(over=transport)
+            average.on_epoch_end(0, logs)
+            average.on_epoch_end(1, None)
+            return logs
+
+        self.assertEqual(run_workers(3, work), [{"loss": 2.0, "mae": 3.0}] * 3)
+
+    def test_the_learning_rate_rises(self) -> None:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.4), "mse")
+        warmup = hvd.callbacks.LearningRateWarmup(4, 0.5)
+        rates = []
+        watch = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: rates.append(
+                float(model.optimizer.learning_rate)
+            )
+        )
+        x, y = np.ones((6, 3), "float32"), np.ones((6, 2), "float32")
+        model.fit(x, y, batch_size=1, verbose=0, callbacks=[warmup, watch])
+        self.assertAllClose(rates, [0.2, 0.25, 0.3, 0.35, 0.4, 0.4])
+        for steps, initial in ((0, 0.0), (4, 1.5)):
+            with self.assertRaisesRegex(ValueError, "`steps` must be 1 or more"):
+                hvd.callbacks.LearningRateWarmup(steps, initial)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,79 @@
+"""A gradient tape whose gradients are means over all workers."""
+
+from typing import Any, Self
+
+import keras
+import tensorflow as tf
+
+from tf_dgc.config import DGCConfig
+from tf_dgc.horovod.core import Exchange, Owner, transport
+from tf_dgc.transports.base import Transport
+
+_tapes: dict[DGCConfig | None, tuple[Owner, Exchange]] = {}
+
+
+class DistributedGradientTape:
+    """A tape whose gradients are means over all workers.
+
+    What is kept back belongs to the variables and the config, and lasts as long as the
+    process: a new tape in each step goes on where the last one stopped. The momentum of
+    an optimizer is not corrected; `DistributedOptimizer` does that.
+
+    Example:
+        with tf.GradientTape() as tape:
+            loss = ...
+        tape = tf_dgc.horovod.DistributedGradientTape(tape, config)
+        gradients = tape.gradient(loss, model.trainable_variables)
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape,
+        config: DGCConfig | None = None,
+        *,
+        over: Transport | None = None,
+    ) -> None:
+        """Wrap a tape.
+
+        Args:
+            tape: that has recorded, or will.
+            config: of Deep Gradient Compression, the same in each step; None exchanges
+                everything.
+            over: a transport other than Horovod's.
+        """
+        self._tape = tape
+        if config not in _tapes:
+            with tf.init_scope():
+                _tapes[config] = Owner(), Exchange(over or transport(), config)
+        self._owner, self._exchange = _tapes[config]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def __enter__(self) -> Self:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the means of the workers' gradients; see `tf.GradientTape.gradient`.
+
+        Raises:
+            ValueError: the workers' variables differ.
+            tf.errors.InvalidArgumentError: a gradient is not finite, and the config
+                does not skip it.
+        """
+        local = self._tape.gradient(target, sources, *args, **kwargs)
+        flat = tf.nest.flatten(sources)
+        gradients = tf.nest.flatten(local)
+        used = [i for i, g in enumerate(gradients) if g is not None]
+        values = [flat[i] for i in used]
+        values = [v.value if isinstance(v, keras.Variable) else v for v in values]
+        found = self._exchange(self._owner, [gradients[i] for i in used], values)
+        for i, gradient in zip(used, found.gradients, strict=True):
+            if found.apply is not None:  # a step that all leave out
+                gradient = tf.where(found.apply, gradient, tf.zeros_like(gradient))
+            gradients[i] = gradient
+        return tf.nest.pack_sequence_as(local, gradients)
