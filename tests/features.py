@@ -485,7 +485,7 @@ def state_saved_in_the_midst_of_an_epoch(strategy: Any) -> dict[str, Any]:
         fit = {"verbose": 0, "shuffle": False}
         watch = keras.callbacks.LambdaCallback(on_train_batch_end=save)
         data = batches(64, 8)
-        history = whole.fit(data, callbacks=[watch], **fit)
+        whole.fit(data, callbacks=[watch], **fit)
         resumed = model_of()
         if strategy is not None and strategy.num_replicas_in_sync == 1:
             resumed.fit(data.take(2), **fit)  # it is taken over after steps, too
@@ -493,8 +493,7 @@ def state_saved_in_the_midst_of_an_epoch(strategy: Any) -> dict[str, Any]:
         if strategy is not None:
             strategy.restore_state(state, resumed)
     resumed.fit(data.skip(5), **fit)
-    loss = {"loss": history.history["loss"]}
-    return {"history": loss, "continued": crc_of(resumed) == crc_of(whole)}
+    return {"continued": crc_of(resumed) == crc_of(whole)}
 
 
 @feature

@@ -34,6 +34,7 @@ def run(
     *command: str,
     workers: int = 2,
     launcher: str = "collective",
+    hosts: str | None = None,
     environment: dict[str, str] | None = None,
     timeout: int = 400,
 ) -> subprocess.CompletedProcess[str]:
@@ -43,6 +44,7 @@ def run(
         command: script and arguments.
         workers: how many; 1 runs the script without any launcher.
         launcher: "collective" for run_local.py, else horovodrun.
+        hosts: and their slots, for horovodrun.
         environment: added to that of this process.
         timeout: seconds until all are killed.
     """
@@ -53,7 +55,8 @@ def run(
         local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
         launched = [*local, "--timeout", str(timeout - 20), "--", *python]
     else:
-        launched = ["horovodrun", "-np", str(workers), *python]
+        on = ["-H", hosts] if hosts else []
+        launched = ["horovodrun", "-np", str(workers), *on, *python]
     added = {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "TF_CPP_MIN_LOG_LEVEL": "2",

@@ -103,6 +103,53 @@ class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLess(one["scale"], 2.0**15)
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
+    """Two nodes of two workers, on one machine under two names."""
+
+    found: ClassVar[list[dict[str, Any]] | Exception]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        if launch.horovod_missing():
+            raise cls.skipTest(cls(), launch.horovod_missing())
+        script = str(launch.ROOT / "tests" / "hierarchy.py")
+        options: dict[str, Any] = {"hosts": "localhost:2,127.0.0.1:2", "timeout": 350}
+        cls.found = launch.results_of(script, workers=4, launcher="horovod", **options)
+
+    def test_nodes_are_found(self) -> None:
+        found = launch.checked(self.found)
+        self.assertEqual([worker["node"] for worker in found], [0, 0, 1, 1])
+        self.assertEqual([worker["nodes"] for worker in found], [2] * 4)
+
+    @parameterized.parameters("dense", "all", "tenth")
+    def test_weights_are_the_same_bits_on_all_workers(self, config: str) -> None:
+        found = launch.checked(self.found)
+        self.assertLen({worker[f"{config} True"]["crc"] for worker in found}, 1)
+
+    @parameterized.parameters("dense", "all")
+    def test_where_nothing_is_left_out_it_is_flat_exchange(self, config: str) -> None:
+        for worker in launch.checked(self.found):
+            flat, nodes = worker[f"{config} False"], worker[f"{config} True"]
+            self.assertAllClose(flat["losses"], nodes["losses"], 1e-6, 1e-6)
+            for one, two in zip(flat["weights"], nodes["weights"], strict=True):
+                self.assertAllClose(one, two, 1e-5, 1e-5)
+
+    def test_only_messages_go_between_nodes_and_once_from_each(self) -> None:
+        for rank, worker in enumerate(launch.checked(self.found)):
+            node = [0, 1] if rank < 2 else [2, 3]
+            between = [call for call in worker["calls"] if call[1] != node]
+            if rank in (0, 2):
+                ((name, ranks, size),) = between
+                self.assertEqual((name, ranks), ("allgather", [0, 2]))
+                # 52 of 512 values, with their positions and the header.
+                self.assertLess(size, 6 * 52)
+            else:
+                self.assertEqual(between, [])
+
+
 class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
     """What is refused, and what one worker alone can tell."""
 

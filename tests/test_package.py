@@ -28,6 +28,7 @@ TIERS = (
         "transports.base",
         "transports.collective",
         "transports.handshake",
+        "transports.hierarchical",
         "transports.horovod",
         "transports.hybrid",
         "transports.local",
@@ -217,6 +218,7 @@ class ImportTest(tf.test.TestCase):
 
     def test_horovod_is_imported_late_and_where_it_belongs(self) -> None:
         allowed = {
+            "transports.hierarchical",
             "transports.horovod",
             "transports.hybrid",
             "transports.rendezvous",

@@ -15,7 +15,7 @@ Example:
 
 from tf_dgc.horovod import callbacks
 from tf_dgc.horovod.compressor import DGCCompressor
-from tf_dgc.horovod.core import init, rank, size, transport
+from tf_dgc.horovod.core import hierarchical, init, rank, size, transport
 from tf_dgc.horovod.optimizer import DistributedOptimizer, stats
 from tf_dgc.horovod.tape import DistributedGradientTape
 
@@ -24,6 +24,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "callbacks",
+    "hierarchical",
     "init",
     "rank",
     "size",

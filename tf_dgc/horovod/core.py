@@ -1,6 +1,7 @@
 """What the Horovod front ends share: Horovod itself, and an exchange of means."""
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,19 +12,40 @@ from tf_dgc.config import DGCConfig
 from tf_dgc.synchronizers import DeepGradientCompression, Dense, Exchanged, Synchronizer
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
+from tf_dgc.transports.hierarchical import HierarchicalTransport
+from tf_dgc.transports.horovod import HorovodTransport
 from tf_dgc.version import __version__
 
 
 @functools.cache
-def transport() -> Transport:
+def transport() -> HorovodTransport:
     """Start Horovod, once; return what carries tensors.
 
     Raises:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
     """
-    from tf_dgc.transports.horovod import HorovodTransport
-
+    # Read by Horovod when it starts; `hierarchical` needs it.
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return HorovodTransport()
+
+
+@functools.cache
+def hierarchical() -> HierarchicalTransport:
+    """Return what carries tensors between nodes, started once; all workers call this.
+
+    Within a node, where the wire is fast, gradients are summed densely; between nodes
+    one message of each is exchanged.
+
+    Raises:
+        ValueError: the nodes have different numbers of workers.
+    """
+    return HierarchicalTransport(transport())
+
+
+def started(between_nodes: bool) -> Transport:
+    """Return `hierarchical()` or `transport()`, from within a graph, too."""
+    with tf.init_scope():
+        return hierarchical() if between_nodes else transport()
 
 
 def init() -> None:
@@ -49,9 +71,11 @@ class Exchange:
             raise TypeError(
                 f"`config` must be a DGCConfig or None. Received: config={config!r}"
             )
+        self.node = found if isinstance(found, HierarchicalTransport) else None
+        self.everybody = self.node.everybody if self.node else found
         record = {"tf_dgc": __version__, "compressed": config is not None}
-        settings = config.get_config() if config else {}
-        handshake.agree(found, "versions and settings", record | settings)
+        record |= {"transport": found.name} | (config.get_config() if config else {})
+        handshake.agree(self.everybody, "versions and settings", record)
         self.transport = found
         self.synchronizer: Synchronizer = (
             DeepGradientCompression(found, config) if config else Dense(found)
@@ -65,7 +89,10 @@ class Exchange:
         momentum: dgc.Momentum | None = None,
     ) -> Exchanged:
         """Return the means over the workers."""
-        shares = [_divided(gradient, self.transport.size) for gradient in gradients]
+        shares = [_divided(gradient, self.everybody.size) for gradient in gradients]
+        if self.node:
+            shares = [tf.convert_to_tensor(share) for share in shares]
+            shares = self.node.reduce(shares, "shares")
         return self.synchronizer.exchange(owner, shares, variables, momentum)
 
 

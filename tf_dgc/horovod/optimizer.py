@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tf_dgc import _host, optimizers
 from tf_dgc.config import DGCConfig
-from tf_dgc.horovod.core import Exchange, transport
+from tf_dgc.horovod import core
+from tf_dgc.horovod.core import Exchange
 from tf_dgc.state import StepStats
 from tf_dgc.transports.base import Transport
 
@@ -24,6 +25,7 @@ def DistributedOptimizer(
     config: DGCConfig | None = None,
     *,
     backward_passes_per_step: int = 1,
+    hierarchical: bool = False,
     over: Transport | None = None,
 ) -> keras.optimizers.Optimizer:
     """Let an optimizer apply the mean of all workers' gradients.
@@ -38,6 +40,7 @@ def DistributedOptimizer(
         config: of Deep Gradient Compression; None exchanges everything.
         backward_passes_per_step: gradients that are averaged locally before they are
             exchanged; sets `gradient_accumulation_steps` of the optimizer.
+        hierarchical: sum densely within a node, and exchange between nodes only.
         over: a transport other than Horovod's.
 
     Returns:
@@ -63,7 +66,7 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step != 1:
         _accumulate(inner, backward_passes_per_step)
-    exchange = _exchanges[inner] = Exchange(over or transport(), config)
+    exchange = _exchanges[inner] = Exchange(over or core.started(hierarchical), config)
     for warning in optimizers.warnings_about(inner, 1, config):
         _logger.warning(warning)
     original = _host.update_step_of(inner)
@@ -120,7 +123,7 @@ def agree_on_overflow(optimizer: Any) -> None:
     *outer, inner = _host.inner_optimizers(optimizer)
     if inner not in _exchanges:
         return
-    found = _exchanges[inner].transport
+    found = _exchanges[inner].everybody
 
     def check_finite(original: Callable[[Any], Any], gradients: Any) -> Any:
         own = tf.cast(original(gradients), tf.int32)

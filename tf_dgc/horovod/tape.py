@@ -6,10 +6,11 @@ import keras
 import tensorflow as tf
 
 from tf_dgc.config import DGCConfig
-from tf_dgc.horovod.core import Exchange, Owner, transport
+from tf_dgc.horovod import core
+from tf_dgc.horovod.core import Exchange, Owner
 from tf_dgc.transports.base import Transport
 
-_tapes: dict[DGCConfig | None, tuple[Owner, Exchange]] = {}
+_tapes: dict[tuple[DGCConfig | None, Transport], tuple[Owner, Exchange]] = {}
 
 
 class DistributedGradientTape:
@@ -31,6 +32,7 @@ class DistributedGradientTape:
         tape: tf.GradientTape,
         config: DGCConfig | None = None,
         *,
+        hierarchical: bool = False,
         over: Transport | None = None,
     ) -> None:
         """Wrap a tape.
@@ -39,13 +41,15 @@ class DistributedGradientTape:
             tape: that has recorded, or will.
             config: of Deep Gradient Compression, the same in each step; None exchanges
                 everything.
+            hierarchical: sum densely within a node, and exchange between nodes only.
             over: a transport other than Horovod's.
         """
         self._tape = tape
-        if config not in _tapes:
+        found = over or core.started(hierarchical)
+        if (config, found) not in _tapes:
             with tf.init_scope():
-                _tapes[config] = Owner(), Exchange(over or transport(), config)
-        self._owner, self._exchange = _tapes[config]
+                _tapes[config, found] = Owner(), Exchange(found, config)
+        self._owner, self._exchange = _tapes[config, found]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)

@@ -135,11 +135,11 @@ class Transport(abc.ABC):
         """
         if self.size == 1 or not tensors:
             return [tf.identity(tensor) for tensor in tensors]
-        words = [_to_words(tensor) for tensor in tensors]
+        words = [to_words(tensor) for tensor in tensors]
         if self.rank:
             words = [tf.zeros_like(word) for word in words]
         summed = self.all_reduce(words, name)
-        return [_from_words(*pair) for pair in zip(summed, tensors, strict=True)]
+        return [from_words(*pair) for pair in zip(summed, tensors, strict=True)]
 
     def barrier(self) -> None:
         """Wait, eagerly, until every worker has come here."""
@@ -189,7 +189,7 @@ def _carrier(
     return tf.cast(tensor, carrier), lambda carried: tf.cast(carried, dtype)
 
 
-def _to_words(tensor: tf.Tensor) -> tf.Tensor:
+def to_words(tensor: tf.Tensor) -> tf.Tensor:
     """Return the bytes of a tensor of static shape, padded, as a vector of int32."""
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.uint8)
@@ -198,8 +198,8 @@ def _to_words(tensor: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.reshape(octets, [-1, 4]), tf.int32)
 
 
-def _from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Invert `_to_words`, to the shape and type of `like`."""
+def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Invert `to_words`, to the shape and type of `like`."""
     dtype = tf.uint8 if like.dtype == tf.bool else like.dtype
     count = like.shape.num_elements() * dtype.size
     octets = tf.reshape(tf.bitcast(words, tf.uint8), [-1])[:count]

@@ -1,8 +1,10 @@
 """Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any, Self
 
 import tensorflow as tf
 
@@ -61,6 +63,7 @@ class HorovodTransport(base.Transport):
         with tf.init_scope(), tf.device("CPU:0"):
             self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
         self._turnstile = Turnstile()
+        self._among: dict[str, Any] = {}  # all, or a process set
         Watchdog(self._turnstile.calls, self.timeout, self._abort)
 
     def _abort(self) -> None:
@@ -68,6 +71,17 @@ class HorovodTransport(base.Transport):
 
         _logger.error(complaint(self.rank, self.timeout))
         hvd.shutdown()  # fails what waits, on all workers
+
+    def within(self, process_set: Any) -> Self:
+        """Return the same among the workers of a process set, of which this is one.
+
+        Args:
+            process_set: a `horovod.tensorflow.ProcessSet` that all workers have added.
+        """
+        other = copy.copy(self)
+        other.rank, other.size = process_set.rank(), process_set.size()
+        other._among = {"process_set": process_set}
+        return other
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
@@ -77,7 +91,9 @@ class HorovodTransport(base.Transport):
             vector = self._flat(vector)
             unique = f"tf_dgc.{name}.{vector.dtype.name}"
             with self._turnstile.entered(vector) as leave:
-                return leave(hvd.allreduce(vector, op=hvd.Sum, name=unique))
+                return leave(
+                    hvd.allreduce(vector, op=hvd.Sum, name=unique, **self._among)
+                )
 
         with tf.device(self.device):
             return base.fuse(tensors, reduce)
@@ -89,8 +105,11 @@ class HorovodTransport(base.Transport):
         with tf.device(self.device):
             vector = self._flat(tensor)
             with self._turnstile.entered(vector) as leave:
+                unique = f"tf_dgc.{name}"
                 gathered = leave(
-                    hvd.allgather(vector, name=f"tf_dgc.{name}", ignore_name_scope=True)
+                    hvd.allgather(
+                        vector, name=unique, ignore_name_scope=True, **self._among
+                    )
                 )
             result = tf.reshape(
                 gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
