@@ -199,6 +199,20 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(found["x"], [4.0, 6.0])
         self.assertEqual(found["rest"], [None])
 
+    @parameterized.parameters((1.0, 2.0), (np.nan, 0.0))
+    def test_sparse_gradients_stay_sparse_and_a_skipped_step_is_zero(
+        self, factor: float, expected: float
+    ) -> None:
+        table = tf.Variable(tf.ones([4, 2]))
+        with tf.GradientTape() as tape:
+            loss = factor * tf.reduce_sum(tf.gather(table, [1, 1]))
+        config = tf_dgc.DGCConfig(nonfinite="skip")
+        wrapped = hvd.DistributedGradientTape(tape, config, over=LocalTransport())
+        found = wrapped.gradient(loss, table)
+        self.assertIsInstance(found, tf.IndexedSlices)
+        dense = tf.convert_to_tensor(found)
+        self.assertAllEqual(dense[:, 0], [0.0, expected, 0.0, 0.0])
+
     def test_a_tape_records_as_the_one_it_wraps(self) -> None:
         x = tf.constant(3.0)
         over = LocalTransport()

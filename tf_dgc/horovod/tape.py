@@ -77,7 +77,15 @@ class DistributedGradientTape:
         values = [v.value if isinstance(v, keras.Variable) else v for v in values]
         found = self._exchange(self._owner, [gradients[i] for i in used], values)
         for i, gradient in zip(used, found.gradients, strict=True):
-            if found.apply is not None:  # a step that all leave out
-                gradient = tf.where(found.apply, gradient, tf.zeros_like(gradient))
-            gradients[i] = gradient
+            gradients[i] = _zero_unless(found.apply, gradient)
         return tf.nest.pack_sequence_as(local, gradients)
+
+
+def _zero_unless(applies: tf.Tensor | None, gradient: Any) -> Any:
+    """Return zeros in a step that all workers leave out."""
+    if applies is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _zero_unless(applies, gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.where(applies, gradient, tf.zeros_like(gradient))
