@@ -191,15 +191,41 @@ class AveragedByAllMeansOverBoth(AveragedByAllMeans):
     transport = "hybrid"
 
 
-class AveragedByAllMeansOnThreeWorkersOverHorovod(AveragedByAllMeans):
+FEW = (
+    "adam",
+    "batch_norm_and_dropout",
+    "data_that_end_early_on_some_workers",
+    "embedding",
+    "evaluate_and_predict",
+    "gradient_accumulation",
+    "state_saved_in_the_midst_of_an_epoch",
+    "steps_per_execution",
+    "two_optimizers",
+)
+
+
+class AveragedInShort(Features):
+    """What is most its own, on other numbers of workers."""
+
+    strategy: ClassVar[str] = "averaging_by_all_means"
+    names: ClassVar[tuple[str, ...]] = FEW
+
+    @parameterized.parameters(*FEW)
+    def test_weights_are_the_same_bits_everywhere(self, name: str) -> None:
+        self.assert_same_weights(name)
+        for found in self.outcomes(name):
+            self.assertTrue(found.get("continued", True))
+
+
+class AveragedOnThreeWorkersOverHorovod(AveragedInShort):
     transport, workers = "horovod", 3
 
 
-class AveragedOnFourWorkers(Averaged):
+class AveragedOnFourWorkers(AveragedInShort):
     transport, workers = "collective", 4
 
 
-class AveragedByAllMeansAlone(AveragedByAllMeans):
+class AveragedAlone(AveragedInShort):
     transport, workers = "local", 1
 
 
