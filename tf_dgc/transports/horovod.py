@@ -1,9 +1,10 @@
 """Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
 
 import copy
+import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import tensorflow as tf
@@ -64,6 +65,7 @@ class HorovodTransport(base.Transport):
             self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
         self._turnstile = Turnstile()
         self._among: dict[str, Any] = {}  # all, or a process set
+        self._functions: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {}
         Watchdog(self._turnstile.calls, self.timeout, self._abort)
 
     def _abort(self) -> None:
@@ -81,6 +83,7 @@ class HorovodTransport(base.Transport):
         other = copy.copy(self)
         other.rank, other.size = process_set.rank(), process_set.size()
         other._among = {"process_set": process_set}
+        other._functions = {}
         return other
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -88,12 +91,10 @@ class HorovodTransport(base.Transport):
         import horovod.tensorflow as hvd
 
         def reduce(vector: tf.Tensor) -> tf.Tensor:
-            vector = self._flat(vector)
             unique = f"tf_dgc.{name}.{vector.dtype.name}"
-            with self._turnstile.entered(vector) as leave:
-                return leave(
-                    hvd.allreduce(vector, op=hvd.Sum, name=unique, **self._among)
-                )
+            options = {"name": unique, "ignore_name_scope": True, **self._among}
+            operation = functools.partial(hvd.allreduce, op=hvd.Sum, **options)
+            return self._call(unique, operation, vector)
 
         with tf.device(self.device):
             return base.fuse(tensors, reduce)
@@ -102,20 +103,37 @@ class HorovodTransport(base.Transport):
         """Gather a tensor from each worker."""
         import horovod.tensorflow as hvd
 
+        unique = f"tf_dgc.{name}"
+        options = {"name": unique, "ignore_name_scope": True, **self._among}
+        operation = functools.partial(hvd.allgather, **options)
         with tf.device(self.device):
-            vector = self._flat(tensor)
-            with self._turnstile.entered(vector) as leave:
-                unique = f"tf_dgc.{name}"
-                gathered = leave(
-                    hvd.allgather(
-                        vector, name=unique, ignore_name_scope=True, **self._among
-                    )
-                )
+            gathered = self._call(unique, operation, tf.reshape(tensor, [-1]))
             result = tf.reshape(
                 gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
             )
         result.set_shape([self.size, *tensor.shape])
         return result
+
+    def _call(
+        self, name: str, operation: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor
+    ) -> tf.Tensor:
+        """Make a collective of a vector, by the same name eagerly and in a graph.
+
+        Horovod matches operations by name, and those that run eagerly have none.
+        """
+
+        def call(vector: tf.Tensor) -> tf.Tensor:
+            vector = self._flat(vector)
+            with self._turnstile.entered(vector) as leave:
+                return leave(operation(vector))
+
+        if not tf.executing_eagerly():
+            return call(vector)
+        if name not in self._functions:
+            self._functions[name] = tf.function(
+                call, autograph=False, reduce_retracing=True
+            )
+        return self._functions[name](vector)
 
     def _flat(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor as a vector that no graph optimization takes for constant.
