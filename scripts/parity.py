@@ -50,7 +50,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "period_4": {"period": 4},
     "period_16": {"period": 16},
     "period_64": {"period": 64},
+    "outer_4": {"period": 4, "outer_rate": 0.7},
     "outer_16": {"period": 16, "outer_rate": 0.7},
+    "outer_64": {"period": 64, "outer_rate": 0.7},
     "compressed_16": {"period": 16, "compress": True, "sparsity": 0.99},
 }
 TASKS: dict[str, dict[str, Any]] = {
