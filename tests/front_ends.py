@@ -165,6 +165,31 @@ def mixed_precision() -> dict[str, Any]:
         keras.mixed_precision.set_global_policy("float32")
 
 
+def as_horovods_example() -> dict[str, Any]:
+    """What Horovod's own script for Keras calls, by the names it has there."""
+    assert 0 <= hvd.local_rank() < hvd.local_size() == hvd.size()
+    keras.utils.set_random_seed(1 + hvd.rank())
+    model = features.mlp()
+    rate = 0.001 * hvd.size()
+    adam = hvd.DistributedOptimizer(keras.optimizers.Adam(rate), CONFIGS["tenth"])
+    model.compile(adam, "mse", metrics=["mae"])
+    rates: list[float] = []
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(
+            initial_lr=rate, warmup_epochs=2, verbose=1
+        ),
+        keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: rates.append(float(adam.learning_rate))
+        ),
+    ]
+    data = own_batches().repeat()
+    fit = {"steps_per_epoch": 4, "epochs": 3, "verbose": 0, "callbacks": callbacks}
+    history = model.fit(data, **fit)
+    return outcome(model, history.history["loss"]) | {"rates": rates}
+
+
 def cases() -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for name, optimizer in (("plain", plain_sgd), ("momentum", sgd)):
@@ -177,6 +202,7 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         CONFIGS["tenth"], plain_sgd
     )
     found["passes"] = lambda: by_optimizer(None, sgd, backward_passes_per_step=2)
+    found["as_horovods_example"] = as_horovods_example
     found["theirs"] = by_horovods_optimizer
     found["saved_form"] = saved_form
     found["mixed_precision"] = mixed_precision

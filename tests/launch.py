@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def run(
     *command: str,
     workers: int = 2,
     launcher: str = "collective",
-    hosts: str | None = None,
+    options: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     timeout: int = 400,
 ) -> subprocess.CompletedProcess[str]:
@@ -44,7 +45,7 @@ def run(
         command: script and arguments.
         workers: how many; 1 runs the script without any launcher.
         launcher: "collective" for run_local.py, else horovodrun.
-        hosts: and their slots, for horovodrun.
+        options: for horovodrun.
         environment: added to that of this process.
         timeout: seconds until all are killed.
     """
@@ -55,8 +56,7 @@ def run(
         local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
         launched = [*local, "--timeout", str(timeout - 20), "--", *python]
     else:
-        on = ["-H", hosts] if hosts else []
-        launched = ["horovodrun", "-np", str(workers), *on, *python]
+        launched = ["horovodrun", "-np", str(workers), *options, *python]
     added = {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
         "TF_CPP_MIN_LOG_LEVEL": "2",

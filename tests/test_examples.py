@@ -4,22 +4,21 @@ import json
 import re
 import tempfile
 import unittest
+from typing import Any
 
 import launch
 import numpy as np
 import pytest
 
 
-def run_example(
-    name: str, *arguments: str, workers: int = 2, launcher: str = "collective"
-) -> list[str]:
+def run_example(name: str, *arguments: str, workers: int = 2, **how: Any) -> list[str]:
     """Runs an example; returns what worker 0 printed."""
     done = launch.run(
         f"examples/{name}.py",
         *arguments,
         workers=workers,
-        launcher=launcher,
         timeout=280,
+        **how,
     )
     if done.returncode:
         raise AssertionError(
@@ -110,6 +109,19 @@ class ExamplesTest(unittest.TestCase):
         self.assert_compressed(lines, at_least=5)
         lines = run_example("horovod_tape", "--epochs", "5", launcher="horovod")
         self.assertGreater(number_behind("test accuracy", lines), 60)
+
+    def test_horovod_elastic(self) -> None:
+        if launch.horovod_missing():
+            self.skipTest(launch.horovod_missing())
+        options = (
+            *("--min-np", "1", "--network-interface", "lo"),
+            *("--host-discovery-script", "echo localhost:2"),
+        )
+        how = {"launcher": "horovod", "options": options}
+        lines = run_example("horovod_elastic", "--epochs", "5", **how)
+        self.assertIn("weights            bit-identical on all workers", lines)
+        self.assertGreater(number_behind("test accuracy", lines), 60)
+        self.assert_compressed(lines, at_least=5)
 
     def test_cifar10(self) -> None:
         random = np.random.default_rng(0)

@@ -78,6 +78,13 @@ class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
         one, two = self.results("theirs")
         self.assertNotEqual(one["crc"], two["crc"])
 
+    def test_a_script_written_for_horovod_trains(self) -> None:
+        one, two = self.results("as_horovods_example")
+        self.assertLess(one["losses"][-1], one["losses"][0])
+        self.assertEqual(one["losses"], two["losses"])
+        self.assertLess(one["rates"][0], one["rates"][1])
+        self.assertAllClose(one["rates"][-1], 0.002)
+
     def test_compression_sends_less(self) -> None:
         (dense, _), (tenth, _) = (
             self.results(f"by_optimizer {config} plain")
@@ -116,8 +123,10 @@ class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
         if launch.horovod_missing():
             raise cls.skipTest(cls(), launch.horovod_missing())
         script = str(launch.ROOT / "tests" / "hierarchy.py")
-        options: dict[str, Any] = {"hosts": "localhost:2,127.0.0.1:2", "timeout": 350}
-        cls.found = launch.results_of(script, workers=4, launcher="horovod", **options)
+        options = "-H", "localhost:2,127.0.0.1:2"
+        cls.found = launch.results_of(
+            script, workers=4, launcher="horovod", options=options, timeout=350
+        )
 
     def test_nodes_are_found(self) -> None:
         found = launch.checked(self.found)
@@ -282,6 +291,15 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
         x, y = np.ones((6, 3), "float32"), np.ones((6, 2), "float32")
         model.fit(x, y, batch_size=1, verbose=0, callbacks=[warmup, watch])
         self.assertAllClose(rates, [0.2, 0.25, 0.3, 0.35, 0.4, 0.4])
+        horovods = hvd.callbacks.LearningRateWarmupCallback(
+            0.1, 2, over=LocalTransport()
+        )
+        with self.assertRaisesRegex(ValueError, "`steps_per_epoch` must be given"):
+            endless = tf.data.Dataset.from_generator(
+                lambda: iter([(x, y)]),
+                output_signature=(tf.TensorSpec([6, 3]), tf.TensorSpec([6, 2])),
+            )
+            model.fit(endless, verbose=0, callbacks=[horovods])
         for steps, initial in ((0, 0.0), (4, 1.5)):
             with self.assertRaisesRegex(ValueError, "`steps` must be 1 or more"):
                 hvd.callbacks.LearningRateWarmup(steps, initial)

@@ -11,11 +11,21 @@ Example:
     optimizer = hvd.DistributedOptimizer(sgd, tf_dgc.DGCConfig())
     model.compile(optimizer, "mse")
     model.fit(own_data, callbacks=[hvd.callbacks.BroadcastVariables()])
+
+Elastic training is in `tf_dgc.horovod.elastic`, which imports Horovod.
 """
 
 from tf_dgc.horovod import callbacks
 from tf_dgc.horovod.compressor import DGCCompressor
-from tf_dgc.horovod.core import hierarchical, init, rank, size, transport
+from tf_dgc.horovod.core import (
+    hierarchical,
+    init,
+    local_rank,
+    local_size,
+    rank,
+    size,
+    transport,
+)
 from tf_dgc.horovod.optimizer import DistributedOptimizer, stats
 from tf_dgc.horovod.tape import DistributedGradientTape
 
@@ -26,6 +36,8 @@ __all__ = [
     "callbacks",
     "hierarchical",
     "init",
+    "local_rank",
+    "local_size",
     "rank",
     "size",
     "stats",

@@ -1,5 +1,9 @@
-"""Keras callbacks for workers without a strategy."""
+"""Keras callbacks for workers without a strategy.
 
+Those with names that end in Callback take the arguments of Horovod's own.
+"""
+
+import logging
 from typing import Any
 
 import keras
@@ -9,6 +13,8 @@ from tf_dgc.horovod.core import transport
 from tf_dgc.horovod.optimizer import agree_on_overflow
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
+
+_logger = logging.getLogger("tf_dgc")
 
 
 class BroadcastVariables(keras.callbacks.Callback):
@@ -115,6 +121,56 @@ class LearningRateWarmup(keras.callbacks.Callback):
             share = self._initial + (1 - self._initial) * risen
             optimizer.learning_rate = self._goal * share
         self._taken += 1
+
+
+BroadcastGlobalVariablesCallback = BroadcastVariables
+MetricAverageCallback = MetricAverage
+
+
+class LearningRateWarmupCallback(LearningRateWarmup):
+    """Raises the learning rate from that of one worker to that of all."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        *,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+        over: Transport | None = None,
+    ) -> None:
+        """Choose rate and length.
+
+        Args:
+            initial_lr: what is reached, usually N times the rate of one worker.
+            warmup_epochs: until then.
+            steps_per_epoch: by default what `fit` knows of the data.
+            verbose: 1 logs when it is reached.
+            over: a transport other than Horovod's.
+        """
+        super().__init__(1, 1 / (over or transport()).size)
+        self._goal, self._epochs, self._verbose = initial_lr, warmup_epochs, verbose
+        self._of_epoch = steps_per_epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Learn how many batches an epoch has.
+
+        Raises:
+            ValueError: nobody knows.
+        """
+        batches = self._of_epoch or self.params.get("steps")
+        if not batches:
+            raise ValueError(
+                "`steps_per_epoch` must be given, as the length of the data is not "
+                "known. Received: steps_per_epoch=None"
+            )
+        self._steps = max(1, round(self._epochs * batches))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate of this batch."""
+        super().on_train_batch_begin(batch, logs)
+        if self._verbose and self._taken == self._steps + 1:
+            _logger.info("The learning rate has reached %g", self._goal)
 
 
 def _from_root(found: Transport, values: list[Any], root: int) -> list[Any]:

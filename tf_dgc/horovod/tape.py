@@ -7,10 +7,7 @@ import tensorflow as tf
 
 from tf_dgc.config import DGCConfig
 from tf_dgc.horovod import core
-from tf_dgc.horovod.core import Exchange, Owner
 from tf_dgc.transports.base import Transport
-
-_tapes: dict[tuple[DGCConfig | None, Transport], tuple[Owner, Exchange]] = {}
 
 
 class DistributedGradientTape:
@@ -46,10 +43,7 @@ class DistributedGradientTape:
         """
         self._tape = tape
         found = over or core.started(hierarchical)
-        if (config, found) not in _tapes:
-            with tf.init_scope():
-                _tapes[config, found] = Owner(), Exchange(found, config)
-        self._owner, self._exchange = _tapes[config, found]
+        self._owner, self._exchange = core.exchange_of_tapes(config, found)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)

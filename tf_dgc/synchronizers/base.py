@@ -132,6 +132,10 @@ class Synchronizer(abc.ABC):
             path: of the folder.
             owners: only what is theirs; by default all there is.
         """
+        saving.save(self.transport, path, self.records(owners))
+
+    def records(self, owners: Sequence[Any] | None = None) -> list[saving.Record]:
+        """Return this worker's state, eagerly; arguments as in `save`."""
         records = [
             saving.Record(
                 account.forms,
@@ -140,8 +144,13 @@ class Synchronizer(abc.ABC):
             )
             for account in self._accounts_of(owners)
         ]
-        pending = self._restored if owners is None else []
-        saving.save(self.transport, path, [*records, *pending])
+        return [*records, *(self._restored if owners is None else [])]
+
+    def begin_anew(self, records: Sequence[saving.Record]) -> None:
+        """Forget all owners; those to come take over these records, in their order."""
+        self._owners.clear()
+        self._opened = 0
+        self._restored, self._restored_for = list(records), None
 
     def restore(self, path: Any, owners: Sequence[Any] | None = None) -> None:
         """Take over a state that was saved. All workers call this.

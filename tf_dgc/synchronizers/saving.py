@@ -90,7 +90,7 @@ def load(transport: Transport, path: Any) -> list[Record]:
         transport, "manifest", lambda: state_files.read_manifest(folder)
     )
     handshake.agree(transport, f"state in {folder}", _flat(manifest))
-    saved = manifest["world_size"]
+    saved: int = manifest["world_size"]
     same = saved == size
     if transport.alone and size > 1 and not same:
         raise ValueError(
@@ -114,16 +114,38 @@ def load(transport: Transport, path: Any) -> list[Record]:
             for part in parts:
                 total += part[f"{i}.{name}"]
             arrays[name] = total
-        if not same:
-            sums = transport.all_reduce(
-                [tf.constant(total) for total in arrays.values()], "state"
-            )
-            arrays = {
-                name: total.numpy() / (size if name.split()[0] in OWED else saved)
-                for name, total in zip(arrays, sums, strict=True)
-            }
         records.append(Record(account["variables"], account["step"], arrays))
-    return records
+    return records if same else shares(summed(transport, records), saved, size)
+
+
+def summed(transport: Transport, records: Sequence[Record]) -> list[Record]:
+    """Return records whose arrays are sums over the workers; all call this, eagerly."""
+    found = []
+    for record in records:
+        own = [tf.constant(array) for array in record.arrays.values()]
+        sums = [total.numpy() for total in transport.all_reduce(own, "state")]
+        arrays = dict(zip(record.arrays, sums, strict=True))
+        found.append(record._replace(arrays=arrays))
+    return found
+
+
+def shares(records: Sequence[Record], saved: int, size: int) -> list[Record]:
+    """Return what a worker gets of sums: an equal share, or the mean if not OWED.
+
+    Args:
+        records: that hold sums over the workers.
+        saved: how many workers these were.
+        size: how many they are now.
+    """
+    return [
+        record._replace(
+            arrays={
+                name: total / (size if name.split()[0] in OWED else saved)
+                for name, total in record.arrays.items()
+            }
+        )
+        for record in records
+    ]
 
 
 def together(transport: Transport, subject: str, act: Callable[[], Any]) -> Any:

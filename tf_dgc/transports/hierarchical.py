@@ -48,7 +48,12 @@ class HierarchicalTransport(base.Transport):
             for each in range(self.size)
         ]
         firsts = [ranks[0] for ranks in members]
-        among = [hvd.add_process_set(ranks) for ranks in [*members, firsts]]
+        among = [
+            hvd.add_process_set(ranks)
+            if len(ranks) < everybody.size
+            else hvd.global_process_set  # which cannot be added again
+            for ranks in [*members, firsts]
+        ]
         self._within = everybody.within(among[self.rank])
         first = everybody.rank in firsts
         self._between = everybody.within(among[-1]) if first else None

@@ -59,14 +59,32 @@ class HorovodTransport(base.Transport):
                 TensorFlow.
         """
         self.timeout = base.default_timeout() if timeout is None else timeout
-        self.rank, self.size = initialize(self.timeout)
+        self._among: dict[str, Any] = {}  # all, or a process set
+        self._worlds = 0  # seen so far
+        initialize(self.timeout)
         self.device = base.default_device()
         with tf.init_scope(), tf.device("CPU:0"):
             self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
+            self._world = tf.Variable(0, trainable=False, name="tf_dgc_world")
+        self._begin()
+
+    def _begin(self) -> None:
+        import horovod.tensorflow as hvd
+
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self._functions: dict[tuple[str, tf.DType], Callable[..., tf.Tensor]] = {}
         self._turnstile = Turnstile()
-        self._among: dict[str, Any] = {}  # all, or a process set
-        self._functions: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {}
-        Watchdog(self._turnstile.calls, self.timeout, self._abort)
+        self._watchdog = Watchdog(self._turnstile.calls, self.timeout, self._abort)
+
+    def restart(self) -> None:
+        """Go on among other workers, once Horovod was started among them.
+
+        What was traced before raises an error from now on.
+        """
+        self._watchdog.end()
+        self._worlds += 1
+        self._world.assign(self._worlds)
+        self._begin()
 
     def _abort(self) -> None:
         import horovod.tensorflow as hvd
@@ -91,7 +109,7 @@ class HorovodTransport(base.Transport):
         import horovod.tensorflow as hvd
 
         def reduce(vector: tf.Tensor) -> tf.Tensor:
-            unique = f"tf_dgc.{name}.{vector.dtype.name}"
+            unique = f"HorovodAllreduce.tf_dgc.{name}.{vector.dtype.name}"
             options = {"name": unique, "ignore_name_scope": True, **self._among}
             operation = functools.partial(hvd.allreduce, op=hvd.Sum, **options)
             return self._call(unique, operation, vector)
@@ -103,7 +121,7 @@ class HorovodTransport(base.Transport):
         """Gather a tensor from each worker."""
         import horovod.tensorflow as hvd
 
-        unique = f"tf_dgc.{name}"
+        unique = f"HorovodAllgather.tf_dgc.{name}"
         options = {"name": unique, "ignore_name_scope": True, **self._among}
         operation = functools.partial(hvd.allgather, **options)
         with tf.device(self.device):
@@ -119,7 +137,8 @@ class HorovodTransport(base.Transport):
     ) -> tf.Tensor:
         """Make a collective of a vector, by the same name eagerly and in a graph.
 
-        Horovod matches operations by name, and those that run eagerly have none.
+        Horovod matches operations by name, and those that run eagerly have none. Its
+        `elastic.run` knows its own errors by names that begin so.
         """
 
         def call(vector: tf.Tensor) -> tf.Tensor:
@@ -128,12 +147,21 @@ class HorovodTransport(base.Transport):
                 return leave(operation(vector))
 
         if not tf.executing_eagerly():
-            return call(vector)
-        if name not in self._functions:
-            self._functions[name] = tf.function(
-                call, autograph=False, reduce_retracing=True
+            world = tf.debugging.Assert(
+                self._world.read_value() == self._worlds,
+                [
+                    "The workers have changed since this tf.function was traced. Make "
+                    "it inside the function that elastic training calls again."
+                ],
             )
-        return self._functions[name](vector)
+            with tf.control_dependencies([world]):
+                return call(vector)
+        key = name, vector.dtype
+        if key not in self._functions:
+            any_length = [tf.TensorSpec([None], vector.dtype)]
+            traced = tf.function(call, any_length, autograph=False)
+            self._functions[key] = traced.get_concrete_function()
+        return self._functions[key](vector)
 
     def _flat(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor as a vector that no graph optimization takes for constant.

@@ -32,7 +32,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        atexit.register(self._end)
+        atexit.register(self.end)
 
     def _watch(self) -> None:
         calls, since = 0, time.monotonic()
@@ -44,7 +44,9 @@ class Watchdog:
                 self._abort()
                 return
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Watch no more."""
+        atexit.unregister(self.end)
         self._ended.set()
         self._thread.join(timeout=1.0)
 

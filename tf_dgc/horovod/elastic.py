@@ -1,0 +1,193 @@
+"""Elastic training: workers come and go, and what is kept back is shared out anew.
+
+Start the script with `horovodrun --host-discovery-script`. Horovod's callbacks of
+`horovod.tensorflow.keras.elastic`, which commit a state, work on Keras 3.
+
+Example:
+    from tf_dgc import horovod as hvd
+    from tf_dgc.horovod import elastic
+
+    state = elastic.State(model, epoch=0)
+
+    @elastic.run
+    def train(state):
+        ...  # make data, and functions that compute gradients, here
+        model.fit(own_data, callbacks=[CommitStateCallback(state, 100)])
+
+    train(state)
+
+References:
+    Horovod: Elastic Horovod, https://horovod.readthedocs.io/en/stable/elastic_include.html
+"""
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc.horovod import core
+from tf_dgc.synchronizers import saving
+from tf_dgc.transports import handshake
+
+try:
+    from horovod.common.elastic import ObjectState
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+    from horovod.tensorflow.elastic import run
+except ImportError as error:
+    raise ImportError(
+        "Elastic training needs Horovod, built against the installed TensorFlow: run "
+        f"scripts/install_horovod.sh. Importing it failed: {error}"
+    ) from error
+
+__all__ = ["State", "run"]
+
+
+class State(ObjectState):
+    """Model, optimizer and what is kept back, of workers that come and go.
+
+    `commit` remembers the state, from which training goes on where a worker has died,
+    and looks for workers to add or remove. It costs as much as one dense exchange: what
+    all workers keep back is summed, so that nothing is lost with the dead one.
+    `check_host_updates` only looks.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        **values: Any,
+    ) -> None:
+        """Remember the state.
+
+        Args:
+            model: built.
+            optimizer: by default that of the model; it is built here.
+            values: further attributes, the same on all workers: what JSON can hold.
+
+        Raises:
+            TypeError: there is no optimizer, or JSON cannot hold a value.
+            ValueError: the model is not built, or exchanges are hierarchical.
+        """
+        optimizer = optimizer or getattr(model, "optimizer", None)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise TypeError(
+                "`optimizer` must be one of Keras, or the model be compiled with one. "
+                f"Received: optimizer={optimizer!r}"
+            )
+        if not model.built:
+            raise ValueError(
+                f"`model` must be built first. Received: model={model.name!r}"
+            )
+        if any(exchange.node for exchange in core.exchanges()):
+            raise ValueError(
+                "Elastic training cannot be hierarchical. Received: an optimizer or a "
+                "tape with hierarchical=True"
+            )
+        json.dumps(values)
+        self.model, self.optimizer = model, optimizer
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        self._transport = core.transport()
+        self._kept: list[list[saving.Record]] | None = None  # sums over the workers
+        self._remember()
+        super().__init__(self._of_first, core.rank, **values)
+
+    def _variables(self) -> list[keras.Variable]:
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def _remember(self) -> None:
+        self._values = [np.array(variable) for variable in self._variables()]
+
+    def save(self) -> None:
+        """Remember the state of all workers, which all call this."""
+        self._remember()
+        self._kept = [
+            saving.summed(self._transport, records) for records in core.records()
+        ]
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the state that was remembered."""
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def check_host_updates(self) -> None:
+        """Look for workers to add or remove.
+
+        Raises:
+            HostsUpdatedInterrupt: on all workers; there are some.
+        """
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            self.save()  # with those that leave
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+    def reset(self) -> None:
+        """Meet the workers among whom Horovod was started again."""
+        self._transport.restart()
+        for name in ("train_function", "test_function", "predict_function"):
+            setattr(self.model, name, None)  # they must be traced again
+
+    def sync(self) -> None:
+        """Take over the state of the first worker, and an equal share of what is kept.
+
+        Raises:
+            HorovodInternalError: a worker died; Horovod begins anew without it.
+            ValueError: the workers' models or optimizers differ.
+        """
+        try:
+            self._take_over_variables()
+            super().sync()
+            self._take_over_kept()
+        except tf.errors.UnknownError as error:  # which Horovod's operations raise
+            raise HorovodInternalError(error) from error
+
+    def _take_over_variables(self) -> None:
+        variables = self._variables()
+        forms = {f"{i}": f"{v.dtype} {v.shape}" for i, v in enumerate(variables)}
+        handshake.agree(self._transport, "variables of model and optimizer", forms)
+        own = [tf.convert_to_tensor(variable) for variable in variables]
+        shared = self._transport.broadcast(own, "state")
+        for variable, value in zip(variables, shared, strict=True):
+            variable.assign(value)
+        self._remember()
+
+    def _take_over_kept(self) -> None:
+        """Share out what the first worker remembers to be kept back."""
+        own = [] if self._kept is None else self._kept
+        shapes = [
+            [(*r[:2], {k: a.shape for k, a in r.arrays.items()}) for r in records]
+            for records in own
+        ]
+        told = self._of_first(None if self._kept is None else shapes)
+        if told is None:  # the first call on all workers
+            return
+        kept: list[list[saving.Record]] = []
+        for i, records in enumerate(told):
+            kept.append([])
+            for j, (variables, step, arrays) in enumerate(records):
+                held = own[i][j].arrays if self._transport.rank == 0 else {}
+                tensors = [
+                    tf.constant(held.get(name, np.zeros(shape)), tf.float32)
+                    for name, shape in arrays.items()
+                ]
+                tensors = self._transport.broadcast(tensors, "kept")
+                sums = [tensor.numpy() for tensor in tensors]
+                found = dict(zip(arrays, sums, strict=True))
+                kept[-1].append(saving.Record(variables, step, found))
+        self._kept = kept
+        size = self._transport.size
+        core.begin_anew([saving.shares(records, size, size) for records in kept])
+
+    def _of_first(self, value: Any) -> Any:
+        """Return what the first worker holds, as JSON: it is read as data."""
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        length = tf.constant(len(text), tf.int64)
+        (length,) = self._transport.broadcast([length], "length")
+        own = text if self._transport.rank == 0 else np.zeros(int(length), np.uint8)
+        (shared,) = self._transport.broadcast([tf.constant(own)], "json")
+        return json.loads(shared.numpy().tobytes())
