@@ -83,7 +83,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
 
         for _ in range(30):
             loss = strategy.run(step, features.regression())
-        self.assertEqual(float(strategy._averaging.loss), float(loss))
+        self.assertEqual(float(strategy._averaging.rounds.loss), float(loss))
         self.assertLess(int(strategy.round_stats().period), 4)
 
     def test_frozen_layers_and_other_models_are_not_averaged(self) -> None:

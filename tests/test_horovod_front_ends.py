@@ -15,6 +15,7 @@ from loopback import Loopback, run_workers
 
 import tf_dgc
 from tf_dgc import horovod as hvd
+from tf_dgc.horovod import core
 from tf_dgc.transports.local import LocalTransport
 
 SCRIPT = str(launch.ROOT / "tests" / "front_ends.py")
@@ -175,6 +176,15 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
                 self.distributed(keras.optimizers.SGD(), config)
             with self.assertRaisesRegex(TypeError, "must be a DGCConfig"):
                 hvd.DGCCompressor(config, over=LocalTransport())
+
+    def test_settings_must_be_the_same_on_all_workers(self) -> None:
+        def work(transport: Loopback) -> None:
+            config = tf_dgc.DGCConfig(sparsity=0.9 + transport.rank / 100)
+            exchange = core.Exchange(transport, config)
+            exchange(core.Owner(), [tf.ones([4])], [tf.Variable(tf.ones([4]))])
+
+        with self.assertRaisesRegex(ValueError, "settings.*`sparsity` differs: 0.9 on"):
+            run_workers(2, work)
 
     def test_an_optimizer_is_distributed_once(self) -> None:
         optimizer = self.distributed(keras.optimizers.SGD())

@@ -43,6 +43,7 @@ TIERS = (
         "synchronizers.base",
         "synchronizers.compressed",
         "synchronizers.dense",
+        "synchronizers.rounds",
         "synchronizers.saving",
     ),
     (
@@ -57,6 +58,7 @@ TIERS = (
         "horovod.callbacks",
         "horovod.compressor",
         "horovod.core",
+        "horovod.elastic",
         "horovod.optimizer",
         "horovod.tape",
     ),
@@ -222,7 +224,8 @@ class ImportTest(tf.test.TestCase):
             "transports.horovod",
             "transports.hybrid",
             "transports.rendezvous",
-            "horovod",
+            "horovod.core",
+            "horovod.elastic",
         }
         for name, tree in trees().items():
             if any(found.split(".")[0] == "horovod" for found in imports(tree)):

@@ -66,7 +66,7 @@ class Worker:
         self.taken = 0
 
     def step(self, loss: float = 1.0) -> None:
-        self.synchronizer.loss.assign(loss)
+        self.synchronizer.rounds.loss.assign(loss)
         self.apply(
             gradient_of([v.numpy() for v in self.variables], self.rank, self.taken)
         )

@@ -148,7 +148,7 @@ class ParameterAveragingStrategy(BaseStrategy):
                     "return it, or a dictionary with 'loss', as that of a Keras model "
                     f"does. Received: {result!r}"
                 )
-            self._averaging.loss.assign(tf.cast(loss, tf.float64))
+            self._averaging.rounds.loss.assign(tf.cast(loss, tf.float64))
         return result
 
     def exchange_and_update(

@@ -104,6 +104,12 @@ class AveragingState:
                 for p in parameters
             ]
 
+    def drop_anchor(self, parameters: Sequence[tf.Variable]) -> None:
+        """Remember the parameters, where there is an anchor."""
+        if self.anchor:
+            for anchor, parameter in zip(self.anchor, parameters, strict=True):
+                anchor.assign(parameter)
+
     def arrays(self) -> dict[str, tf.Variable]:
         """Return by name what is saved."""
         found = dict(vars(self))

@@ -11,37 +11,16 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import averaging, dgc
-from tf_dgc.config import ADAPTIVE, AveragingConfig
+from tf_dgc.config import AveragingConfig
 from tf_dgc.state import AveragingState, RoundStats, TensorStats
 from tf_dgc.synchronizers import saving
 from tf_dgc.synchronizers.base import Account, Exchanged, Synchronizer
-from tf_dgc.synchronizers.compressed import DeepGradientCompression
-from tf_dgc.synchronizers.dense import Dense
+from tf_dgc.synchronizers.rounds import Companions, Period, Rounds
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
 _HEADER_BYTES = 8 * len(averaging.Header._fields)
-
-
-class Companions(NamedTuple):
-    """Variables that belong to an owner's training, beside those it trains."""
-
-    statistics: Sequence[Any]  # that forward passes change; averaged in each round
-    averaged: Sequence[Any]  # averaged, too, of the optimizer
-    own: Sequence[Any]  # each worker's; saved with its state
-
-
-class Period(NamedTuple):
-    """What is kept of an account."""
-
-    state: AveragingState
-    companions: Companions
-
-    @property
-    def averaged(self) -> list[Any]:
-        """What is averaged beside the parameters."""
-        return [*self.companions.statistics, *self.companions.averaged]
 
 
 class Mark(NamedTuple):
@@ -79,14 +58,7 @@ class ParameterAveraging(Synchronizer):
             weakref.WeakKeyDictionary()
         )
         self._companions_of = companions_of
-        self._step_outer = step_outer
-        compression = config.compression
-        self._inner: Synchronizer = (
-            DeepGradientCompression(transport, compression)
-            if compression
-            else Dense(transport)
-        )
-        self._anchored = bool(step_outer or compression)
+        self.rounds = Rounds(transport, config, step_outer)
         # When all last met, or when it was restored.
         self._settled: weakref.WeakKeyDictionary[Account, Mark] = (
             weakref.WeakKeyDictionary()
@@ -94,8 +66,6 @@ class ParameterAveraging(Synchronizer):
         self._resumed: weakref.WeakSet[Account] = weakref.WeakSet()
         self._last: Account | None = None  # that was opened
         self._eager = False  # whether the step that is taken runs eagerly
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.loss = tf.Variable(float("nan"), dtype=tf.float64, trainable=False)
 
     # Steps.
 
@@ -152,19 +122,20 @@ class ParameterAveraging(Synchronizer):
             variables: as in `exchange`.
         """
         account = self._owners[owner][tuple(id(v) for v in variables)]
-        state = self.periods[account].state
-        first = self.config.synchronous_steps
+        period = self.periods[account]
+        state, first = period.state, self.config.synchronous_steps
         local = state.steps >= first
-        if self._anchored and first:
+        if state.anchor and first:
             # The last of them leads to where the first period begins.
             last = state.steps == first - 1
-            tf.cond(last, lambda: self._drop_anchor(account), lambda: None)
+            tf.cond(last, lambda: state.drop_anchor(account.variables), lambda: None)
         position = state.position.assign_add(tf.cast(local, tf.int64))
         state.unsettled.assign_add(1)
         state.steps.assign_add(1)
 
         def hold_round() -> None:
-            self._average(account, self._meet(account, done=False), parameters=True)
+            headers = self.rounds.meet(account, state, done=False)
+            self.rounds.average(account, period, headers, parameters=True)
 
         tf.cond(local & (position >= state.period), hold_round, lambda: None)
 
@@ -195,23 +166,24 @@ class ParameterAveraging(Synchronizer):
         for account in changed:
             if account in waiting:
                 continue
-            state = self.periods[account].state
+            period = self.periods[account]
+            state = period.state
             if self._settled[account].statistics != marks[account].statistics:
                 # By forward passes that took no step, too.
                 state.unsettled.assign(tf.maximum(state.unsettled, 1))
             together = False
             while not together:
-                headers = self._meet(account, done=True)
+                headers = self.rounds.meet(account, state, done=True)
                 moved = bool(tf.reduce_any(headers.moved > 0))
                 if moved or tf.reduce_any(headers.unsettled > 0):
-                    self._average(account, headers, parameters=moved)
+                    self.rounds.average(account, period, headers, parameters=moved)
                 together = bool(tf.reduce_all(headers.done > 0))
                 averaged += [account.owner()] * moved
             self._settled[account] = self._mark_of(account)
             self._resumed.discard(account)
         for account in accounts:
-            if self._anchored and account not in waiting:
-                self._drop_anchor(account)  # weights may have been loaded
+            if account not in waiting:  # weights may have been loaded
+                self.periods[account].state.drop_anchor(account.variables)
         return averaged
 
     def _is_resumed(self, account: Account) -> bool:
@@ -226,107 +198,15 @@ class ParameterAveraging(Synchronizer):
             crc = zlib.crc32(variable.numpy().tobytes(), crc)
         return Mark(int(state.steps), crc)
 
-    def _drop_anchor(self, account: Account) -> None:
-        """Remember the parameters, which are the same on all workers now."""
-        state = self.periods[account].state
-        for anchor, variable in zip(state.anchor, account.variables, strict=True):
-            anchor.assign(variable)
-
-    def _meet(self, account: Account, done: bool) -> averaging.Header:
-        """Exchange headers; raise where the workers cannot go on together."""
-        state = self.periods[account].state
-        header = averaging.Header(
-            account.number,
-            state.rounds,
-            state.position,
-            state.unsettled,
-            done,
-            dgc.first_nonfinite(account.variables),
-            self.loss,
-        )
-        gathered = self.transport.all_gather(
-            averaging.write(header), f"{account.name}.round"
-        )
-        headers = averaging.read(gathered)
-        names = [v.name for v in account.variables]
-        with tf.control_dependencies(_refuse(headers, state.steps, names)):
-            return averaging.Header(*[tf.identity(field) for field in headers])
-
-    def _average(
-        self, account: Account, headers: averaging.Header, parameters: bool
-    ) -> None:
-        """Average statistics and, if told so, parameters; the next period begins."""
-        state, averaged = self.periods[account].state, self.periods[account].averaged
-        parts = averaging.shares(
-            averaged, state.unsettled, averaging.count(headers.unsettled)
-        )
-        own, moved = [], averaging.count(headers.moved)
-        size: Any = _HEADER_BYTES
-        elements: Any = 0
-        if parameters:
-            own = [variable.read_value() for variable in account.variables]
-        if parameters and self._anchored:
-            anchor = [a.read_value() for a in state.anchor]
-            gradients = averaging.shares(
-                averaging.outer_gradients(anchor, own), state.position, moved
-            )
-            exchanged, size, elements = self._inner._exchange(account, gradients, None)
-            size += _HEADER_BYTES
-            for variable, agreed in zip(account.variables, anchor, strict=True):
-                variable.assign(agreed)
-
-            def step() -> None:
-                self._step(account.owner(), exchanged.gradients, account.variables)
-
-            if exchanged.apply is None:
-                step()
-            else:
-                tf.cond(exchanged.apply, step, lambda: None)
-        elif parameters:
-            averaged = [*account.variables, *averaged]
-            parts = [*averaging.shares(own, state.position, moved), *parts]
-        reduced = self.transport.all_reduce(parts, f"{account.name}.average")
-        for variable, mean in zip(averaged, reduced, strict=True):
-            variable.assign(mean)
-        counts = [v.shape.num_elements() for v in averaged]
-        size += sum(n * v.dtype.size for n, v in zip(counts, averaged, strict=True))
-        figures = tf.cast([size, 0, elements + sum(counts), 0], tf.int64)
-        account.counters.add(figures)
-        if parameters and self._anchored:
-            self._drop_anchor(account)
-        if parameters:
-            state.distance.assign(averaging.distance(own, account.variables))
-            self._adapt(state, headers)
-            state.rounds.assign_add(1)
-        state.position.assign(0)
-        state.unsettled.assign(0)
-
-    def _step(self, owner: Any, gradients: list[Any], variables: Sequence[Any]) -> None:
-        if self._step_outer is not None:
-            self._step_outer(owner, gradients, variables)
-            return
-        for variable, gradient in zip(variables, gradients, strict=True):
-            variable.assign_sub(tf.cast(gradient, variable.dtype))
-
-    def _adapt(self, state: AveragingState, headers: averaging.Header) -> None:
-        if self.config.period != ADAPTIVE:
-            return
-        loss = averaging.mean_loss(headers)
-        known = tf.math.is_finite(state.first_loss)
-        first = state.first_loss.assign(tf.where(known, state.first_loss, loss))
-        least, most = self.config.min_period, self.config.max_period
-        period = averaging.next_period(state.period, loss, first, least, most)
-        state.period.assign(period)
-
     # State.
 
     def _prepare(self, account: Account, momentum: dgc.Momentum | None) -> None:
         companions = self._companions_of(account.owner())
-        self._inner._prepare(account, None)
+        self.rounds.inner._prepare(account, None)
         period = self.config.period
         state = AveragingState(
             self.config.max_period if isinstance(period, str) else period,
-            account.variables if self._anchored else [],
+            account.variables if self.rounds.anchored else [],
             self.transport.device,
         )
         period_of = self.periods[account] = Period(state, companions)
@@ -335,14 +215,14 @@ class ParameterAveraging(Synchronizer):
             for i, v in enumerate(period_of.averaged)
         }
         handshake.agree(self.transport, "averaged variables", forms)
-        if self._anchored:
-            self._drop_anchor(account)
+        state.drop_anchor(account.variables)
         # Of statistics that are none: they may have changed already.
         self._settled[account] = Mark(0, -1)
 
     def _arrays_of(self, account: Account) -> dict[str, tf.Variable]:
         state, companions = self.periods[account]
-        found = self._inner._arrays_of(account) | state.arrays() | {"loss": self.loss}
+        found = self.rounds.inner._arrays_of(account) | state.arrays()
+        found["loss"] = self.rounds.loss
         for name, variables in (
             (_PARAMETER, account.variables),
             (_AVERAGED, self.periods[account].averaged),
@@ -352,10 +232,10 @@ class ParameterAveraging(Synchronizer):
         return found
 
     def _step_of(self, account: Account) -> int:
-        return self._inner._step_of(account)
+        return self.rounds.inner._step_of(account)
 
     def _load_step(self, account: Account, step: int) -> None:
-        self._inner._load_step(account, step)
+        self.rounds.inner._load_step(account, step)
 
     def _load(self, account: Account, record: saving.Record) -> None:
         # At the end of a period these are the model's own weights, which are its
@@ -381,18 +261,18 @@ class ParameterAveraging(Synchronizer):
             ValueError: a restored state waits for its optimizer's first step.
         """
         self._refuse_unclaimed()
-        for owner, exchanged, owned in self._inner.flush(variables):
-            self._step(owner, exchanged.gradients, owned)
+        for owner, exchanged, owned in self.rounds.inner.flush(variables):
+            self.rounds.step(owner, exchanged.gradients, owned)
 
     # Figures.
 
     def residual_norm(self) -> tf.Tensor:
         """Return the Euclidean norm of what is kept back, shape [], float32."""
-        return self._inner.residual_norm()
+        return self.rounds.inner.residual_norm()
 
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor."""
-        return self._inner.tensor_stats(reset)
+        return self.rounds.inner.tensor_stats(reset)
 
     def round_stats(self) -> RoundStats:
         """Return how it goes on; zeros before the first step."""
@@ -412,33 +292,3 @@ def _times(gradient: Any, factor: int) -> Any:
         values = gradient.values * tf.cast(factor, gradient.values.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
-
-
-def _refuse(headers: averaging.Header, step: Any, names: list[str]) -> list[Any]:
-    """Raise InvalidArgumentError where workers differ, or one has numbers no more."""
-    bad = tf.cast(headers.nonfinite, tf.int32)
-    rank = tf.argmax(tf.cast(bad > 0, tf.int32))
-    name = tf.gather(tf.constant(["", *names]), bad[rank])
-    return [
-        tf.debugging.Assert(
-            tf.reduce_all(headers.account == headers.account[0])
-            & tf.reduce_all(headers.round == headers.round[0]),
-            [
-                "The workers are not in the same round of the same optimizer. Numbers "
-                "of optimizers and of rounds, by rank:",
-                headers.account,
-                headers.round,
-            ],
-            summarize=-1,
-        ),
-        tf.debugging.Assert(
-            tf.reduce_all(bad == 0),
-            [
-                "A variable holds NaN or infinity; all workers stop, it was not "
-                "averaged. Rank, step and variable:",
-                rank,
-                step.read_value(),
-                name,
-            ],
-        ),
-    ]
