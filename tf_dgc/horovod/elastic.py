@@ -124,7 +124,8 @@ class State(ObjectState):
             super().check_host_updates()
         except HostsUpdatedInterrupt:
             self.save()  # with those that leave
-            raise HostsUpdatedInterrupt(skip_sync=False) from None
+            skip_sync = False  # though nobody may have been added
+            raise HostsUpdatedInterrupt(skip_sync) from None
 
     def reset(self) -> None:
         """Meet the workers among whom Horovod was started again."""
