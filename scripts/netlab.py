@@ -1,0 +1,515 @@
+#!/usr/bin/env python3
+"""Run a job on several hosts that are network namespaces of this machine.
+
+    scripts/netlab.py --hosts 4 --rate 1gbit --launch horovodrun -- python train.py
+    scripts/netlab.py --hosts 4 --rate 100mbit --launch tf_config -- python train.py
+    scripts/netlab.py --hosts 2 --rate 1gbit -- \
+        horovodrun -np 2 -H host1:1,host2:1 python train.py
+
+The hosts are called host1, host2 and so on. Each has a name, an address, an /etc/hosts
+and an interface eth0 of its own; files, processors and memory are the machine's. The
+interfaces are joined by a bridge, and what a host sends and what it receives are each
+limited to the rate (tc's token bucket, at both ends of the wire). Nothing else can be
+reached from there. `--launch` says who starts the workers:
+
+    once        COMMAND runs on host1 only, and starts the others itself (the default)
+    horovodrun  horovodrun starts COMMAND once on each host
+    tf_config   COMMAND is started once on each host, with a TF_CONFIG that names all
+
+At the end each host's bytes are printed to stderr, the exit status is that of the first
+process to fail (128 + N for signal N, 124 for a timeout, 125 where there is no
+laboratory), and processes and namespaces are gone, also after Ctrl-C, SIGTERM or an
+error. Only SIGKILL leaves them behind, for `--sweep` to remove. Needs Linux, root, and
+`ip`, `tc` (iproute2) and `unshare` (util-linux).
+
+A launcher reaches the other hosts by `ssh`. There the first in PATH is a stand-in that
+runs the command line in the host's namespace, in a fresh environment as sshd does. It
+is always used, even where sshd is installed: sshd would need keys, a port and a daemon
+in each host, and its traffic, the workers' output, would count as theirs.
+
+From Python:
+
+    with netlab.Laboratory(hosts=4, rate="1gbit") as lab:
+        lab.run(["python", "train.py"], launch="horovodrun", timeout=600)
+        print(lab.traffic())
+"""
+
+import argparse
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO, NamedTuple, Self
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import run_local
+
+LAUNCHERS = ("once", "horovodrun", "tf_config")
+MOST_HOSTS = 200
+PORT = 2222  # of each worker in TF_CONFIG
+_PREFIX = "netlab"
+_SETTINGS = pathlib.Path("/etc/netns")  # what `ip netns exec` puts over /etc
+_NAMESPACES = pathlib.Path("/run/netns")
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)")
+# Of the token bucket. What an idle host may send at once is little beside a message of
+# 100 kB, or messages would seem faster than the wire; less than this costs rate where
+# timers are late. The queue is that of a cheap switch.
+_BURST_SECONDS, _LEAST_BURST_BYTES = 0.0005, 16_384
+_QUEUE_SECONDS, _LEAST_QUEUE_BYTES = 0.05, 524_288
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Runs a command under a host's own name.
+_NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+_SSH = """#!/bin/sh
+# Stands in for ssh: runs a command line in a namespace. Options have no meaning here.
+host=
+while [ $# -gt 0 ]; do
+    case $1 in
+        -[bcDEeFIiJLlmOopQRSWw]) shift 2 ;;
+        -*) shift ;;
+        *) [ -z "$host" ] || break; host=${{1##*@}}; shift ;;
+    esac
+done
+if ! [ -e "/run/netns/{prefix}-$host" ]; then
+    echo "ssh: could not resolve hostname $host: not a host of this laboratory" >&2
+    exit 255
+fi
+exec ip netns exec "{prefix}-$host" unshare --uts sh -c '{named}' "$host" \\
+    env -i HOME="$HOME" USER="$USER" SHELL=/bin/sh PATH="$PATH" sh -c "$*"
+"""
+_labs = itertools.count(1)
+
+
+class LabError(RuntimeError):
+    """There can be no laboratory here; the message says what is missing."""
+
+
+class Traffic(NamedTuple):
+    """What passed a host's interface, in bytes, headers of Ethernet included."""
+
+    sent: int
+    received: int
+
+
+def bits_per_second(rate: str) -> float:
+    """Returns a rate such as "100mbit" in bits per second.
+
+    Raises:
+        ValueError: it is no positive number of kbit, mbit or gbit.
+    """
+    found = _RATE.fullmatch(rate)
+    if not found or not float(found[1]):
+        raise ValueError(
+            "`rate` must be a positive number with kbit, mbit or gbit, per second, "
+            f'such as "100mbit". Received: rate={rate!r}'
+        )
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def check_rights() -> None:
+    """Checks that this machine and this user can have a laboratory.
+
+    Raises:
+        LabError: they cannot.
+    """
+    if not sys.platform.startswith("linux"):
+        raise LabError(f"network namespaces are of Linux; this is {sys.platform}")
+    if os.geteuid():
+        raise LabError("network namespaces need root; run this as root")
+    packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+    for tool, package in packages.items():
+        if not shutil.which(tool):
+            raise LabError(f"`{tool}` is not in PATH; install {package}")
+
+
+class Laboratory:
+    """Hosts on a network of limited rate; use it as a context manager.
+
+    Attributes:
+        hosts: how many there are.
+        rate: of each host's link, each way, such as "1gbit".
+        names: "host1", "host2", ...
+        addresses: the IPv4 address of each.
+    """
+
+    def __init__(self, hosts: int, rate: str) -> None:
+        """Check the arguments; the namespaces are made on entry.
+
+        Raises:
+            ValueError: an argument is out of its range.
+        """
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(
+                f"`hosts` must be in [1, {MOST_HOSTS}]. Received: hosts={hosts}"
+            )
+        self.hosts, self.rate, self._bits = hosts, rate, bits_per_second(rate)
+        self.names = [f"host{i + 1}" for i in range(hosts)]
+        self.addresses = [f"10.177.0.{i + 1}" for i in range(hosts)]
+        # The number of the process makes names that no other laboratory has.
+        self._prefix = f"{_PREFIX}-{os.getpid()}-{next(_labs)}"
+        self._switch = f"{self._prefix}-switch"
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def namespace(self, host: int) -> str:
+        """Returns the name of a host's namespace; hosts count from 0."""
+        return f"{self._prefix}-{self.names[host]}"
+
+    def __enter__(self) -> Self:
+        """Builds the network.
+
+        Raises:
+            LabError: rights or tools are missing.
+        """
+        check_rights()
+        atexit.register(self.close)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends all processes and removes the network."""
+        self.close()
+
+    def _build(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-")
+        ssh = pathlib.Path(self._folder.name) / "ssh"
+        ssh.write_text(_SSH.format(prefix=self._prefix, named=_NAMED))
+        ssh.chmod(0o755)
+        known = ["127.0.0.1 localhost"]
+        known += [" ".join(p) for p in zip(self.addresses, self.names, strict=True)]
+        _tool("ip", "netns", "add", self._switch)
+        switch = ("ip", "-n", self._switch, "link")
+        _tool(*switch, "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+        _tool(*switch, "set", "bridge", "up")
+        for i, address in enumerate(self.addresses):
+            name, port = self.namespace(i), f"port{i + 1}"
+            (_SETTINGS / name).mkdir(parents=True)
+            (_SETTINGS / name / "hosts").write_text("\n".join(known) + "\n")
+            _tool("ip", "netns", "add", name)
+            peer = ("peer", "name", "eth0", "netns", name)
+            _tool(*switch, "add", port, "type", "veth", *peer)
+            _tool("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            for namespace, interface in ((self._switch, port), (name, "eth0")):
+                self._limit(namespace, interface)
+            _tool(*switch, "set", port, "master", "bridge", "up")
+            for interface in ("lo", "eth0"):
+                _tool("ip", "-n", name, "link", "set", interface, "up")
+
+    def _limit(self, namespace: str, interface: str) -> None:
+        octets = self._bits / 8
+        burst = max(_LEAST_BURST_BYTES, round(octets * _BURST_SECONDS))
+        queue = max(_LEAST_QUEUE_BYTES, round(octets * _QUEUE_SECONDS))
+        bucket = ("rate", f"{self._bits:.0f}bit", "burst", f"{burst}b")
+        where = ("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root")
+        _tool(*where, "tbf", *bucket, "limit", f"{queue}b")
+
+    def traffic(self) -> list[Traffic]:
+        """Returns what each host has sent and received since it exists.
+
+        A TCP packet that is longer than the wire's but fits into the token bucket is
+        counted uncut, with one header of 66 bytes for several.
+        """
+        links = json.loads(_tool("ip", "-n", self._switch, "-s", "-j", "link"))
+        counted = {link["ifname"]: link["stats64"] for link in links}
+        ports = [counted[f"port{i + 1}"] for i in range(self.hosts)]
+        return [Traffic(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
+
+    def start(
+        self,
+        host: int,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> "subprocess.Popen[bytes]":
+        """Starts a process on a host, with pipes for its output.
+
+        Args:
+            host: its number, from 0.
+            command: program and arguments.
+            environment: added to that of this process.
+
+        Raises:
+            LabError: the laboratory is not open.
+        """
+        if self._folder is None:
+            raise LabError("the laboratory is not open; use it in a `with` statement")
+        inside = ("ip", "netns", "exec", self.namespace(host))
+        named = ("unshare", "--uts", "sh", "-c", _NAMED, self.names[host])
+        paths = os.pathsep.join((self._folder.name, os.environ.get("PATH", "")))
+        process = subprocess.Popen(
+            [*inside, *named, *command],
+            env=os.environ
+            | {"PYTHONUNBUFFERED": "1", "PATH": paths}
+            | dict(environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a process group of its own, to signal as one
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        launch: str = "once",
+        timeout: float = 600.0,
+        environment: Mapping[str, str] | None = None,
+        stdout: BinaryIO | None = None,
+        stderr: BinaryIO | None = None,
+    ) -> int:
+        """Runs a job to its end, or ends it at the timeout or when a worker fails.
+
+        Args:
+            command: program and arguments.
+            launch: one of LAUNCHERS, see above.
+            timeout: seconds.
+            environment: added to that of this process.
+            stdout: where output goes to; by default this process's own.
+            stderr: the same for errors.
+
+        Returns:
+            The exit status, as said above.
+
+        Raises:
+            ValueError: there is no such launcher.
+        """
+        out = sys.stdout.buffer if stdout is None else stdout
+        err = sys.stderr.buffer if stderr is None else stderr
+        deadline = time.monotonic() + timeout
+        processes, readers = [], []
+        for i, (line, added) in enumerate(self._lines(command, launch)):
+            process = self.start(i, line, {**(environment or {}), **added})
+            prefix = f"[{i}] ".encode() if launch == "tf_config" else b""
+            for source, target in ((process.stdout, out), (process.stderr, err)):
+                arguments = (source, target, prefix)
+                reader = threading.Thread(
+                    target=run_local.forward, args=arguments, daemon=True
+                )
+                reader.start()
+                readers.append(reader)
+            processes.append(process)
+        codes = [process.poll() for process in processes]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            codes = [process.poll() for process in processes]
+        self._end_processes()
+        for reader in readers:
+            reader.join(timeout=2)
+        if failed := [code for code in codes if code]:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        return 124 if None in codes else 0
+
+    def _lines(
+        self, command: Sequence[str], launch: str
+    ) -> list[tuple[list[str], dict[str, str]]]:
+        """Returns command and environment of the processes to start, by host."""
+        if launch == "once":
+            return [([*command], {})]
+        if launch == "horovodrun":
+            hosts = ",".join(f"{name}:1" for name in self.names)
+            # Saves it a search; what it remembers may be of another laboratory.
+            own = ["--network-interfaces", "eth0", "--disable-cache"]
+            own += ["-np", str(self.hosts), "-H", hosts]
+            return [(["horovodrun", *own, *command], {})]
+        if launch == "tf_config":
+            cluster = {"worker": [f"{address}:{PORT}" for address in self.addresses]}
+            tasks = [{"type": "worker", "index": i} for i in range(self.hosts)]
+            configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+            return [([*command], {"TF_CONFIG": config}) for config in configs]
+        raise ValueError(
+            f"`launch` must be one of {LAUNCHERS}. Received: launch={launch!r}"
+        )
+
+    def _end_processes(self) -> None:
+        """Ends all processes on all hosts: asks what was started here, then kills."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+        namespaces = [self.namespace(i) for i in range(self.hosts)]
+        _end_all_in(namespaces, _GRACE_SECONDS)
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def close(self) -> None:
+        """Ends all processes and removes the network; may be called again.
+
+        Signals that come meanwhile are ignored, where this is the main thread.
+        """
+        with _undisturbed():
+            self._end_processes()
+            for name in (*(self.namespace(i) for i in range(self.hosts)), self._switch):
+                _remove(name)
+            if self._folder:
+                self._folder.cleanup()
+                self._folder = None
+        atexit.unregister(self.close)
+
+
+def sweep() -> list[str]:
+    """Removes the laboratories of processes that are gone; returns their namespaces."""
+    check_rights()
+    pattern = re.compile(rf"{_PREFIX}-([0-9]+)-[0-9]+-(switch|host[0-9]+)")
+    folders = (_NAMESPACES, _SETTINGS)
+    names = {path.name for folder in folders for path in folder.glob(f"{_PREFIX}-*")}
+    found = [(name, pattern.fullmatch(name)) for name in sorted(names)]
+    dead = [n for n, m in found if m and not pathlib.Path(f"/proc/{m[1]}").exists()]
+    _end_all_in(dead, 0)
+    for name in dead:
+        _remove(name)
+    return dead
+
+
+def end_on_signals() -> None:
+    """Lets SIGINT, SIGTERM and SIGHUP end this process by way of SystemExit.
+
+    So that laboratories are left as they are after an error; for scripts to call.
+    """
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignores signals for a while; what is started meanwhile ignores them too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tool(*command: str) -> str:
+    """Returns what `ip` or `tc` prints.
+
+    Raises:
+        LabError: it fails.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LabError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _end_all_in(namespaces: Sequence[str], grace: float) -> None:
+    """Waits until no process is left in the namespaces; kills after `grace` seconds."""
+    last = time.monotonic() + grace
+    while pids := [pid for name in namespaces for pid in _pids(name)]:
+        if (late := time.monotonic() - last) > 0:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if late > _GRACE_SECONDS:
+            return  # they cannot be killed now, and end with what holds them
+        time.sleep(_POLL_SECONDS)
+
+
+def _pids(namespace: str) -> list[int]:
+    """Returns the processes in a namespace; all come from those that were started."""
+    if not (_NAMESPACES / namespace).exists():
+        return []
+    with contextlib.suppress(LabError):
+        listed = _tool("ip", "netns", "pids", namespace)
+        # A zombie holds nothing; the parent that has to wait for it may be this one.
+        return [int(pid) for pid in listed.split() if not _is_zombie(pid)]
+    return []
+
+
+def _is_zombie(pid: str) -> bool:
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def _remove(namespace: str) -> None:
+    """Removes a namespace with its interfaces, and its settings, where they exist."""
+    if (_NAMESPACES / namespace).exists():
+        with contextlib.suppress(LabError):
+            _tool("ip", "netns", "delete", namespace)
+    shutil.rmtree(_SETTINGS / namespace, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the arguments and runs the job; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s --hosts N --rate RATE [options] -- COMMAND [ARGUMENT ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="how many (2)")
+    parser.add_argument("--rate", default="1gbit", help="of each link (1gbit)")
+    parser.add_argument("--launch", choices=LAUNCHERS, default="once")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="end all after so many seconds"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="remove what killed ones left; then end"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    command = options.command[options.command[:1] == ["--"] :]
+    if not options.sweep and not command:
+        parser.error("no command to run; write it behind `--`")
+    if not 0 < options.timeout < float("inf"):
+        parser.error(
+            f"`--timeout` must be a positive number. Received: {options.timeout}"
+        )
+    try:
+        lab = Laboratory(options.hosts, options.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    end_on_signals()
+    try:
+        if options.sweep:
+            for name in sweep():
+                _say(f"removed {name}")
+            return 0
+        with lab:
+            status = lab.run(command, launch=options.launch, timeout=options.timeout)
+            traffic = lab.traffic()
+    except LabError as error:
+        _say(str(error))
+        return 125
+    for name, (sent, received) in zip(lab.names, traffic, strict=True):
+        _say(f"{name} sent {sent:,} bytes and received {received:,}")
+    if status == 124:
+        _say(f"no end after {options.timeout:g} seconds")
+    return status
+
+
+def _say(text: str) -> None:
+    print(f"netlab: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
