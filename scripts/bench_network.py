@@ -1,0 +1,419 @@
+#!/usr/bin/env python
+"""Time dense and compressed training on networks of limited rate; write a table.
+
+    scripts/bench_network.py exchange --hosts 2 4 --rates 1gbit 100mbit
+    scripts/bench_network.py fit --hosts 4 --rates 100mbit \
+        --rows dense/horovod dgc/hybrid
+
+`exchange` sums one gradient of 25 million float32 over the workers; `fit` trains the
+fully connected layers of AlexNet (58.6 million parameters) with `Model.fit`. Workers
+are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
+
+    dense      everything is exchanged; over collective that is the ring all-reduce of
+               MultiWorkerMirroredStrategy
+    dgc        Deep Gradient Compression at sparsity 0.999, compression included
+    alone      exchange only: what dgc computes, on all workers at once, with nothing
+               exchanged
+    averaging  fit only: parameters are averaged every 16 steps
+
+Each run of a row leaves a JSON file in the folder of results: the seconds of every
+step, by its slowest worker, and the bytes at the workers' interfaces. Runs that are
+there are not repeated, so that a table can grow; `--runs 1 2 3` makes three of each.
+table.md and plot.png show all that is there. Rows of the same transport share a run's
+processes in `exchange`, and take turns.
+
+Needs what netlab.py needs, and matplotlib for the plot.
+
+References:
+    Krizhevsky, Sutskever, Hinton: ImageNet classification with deep convolutional
+    neural networks, NIPS 2012 (AlexNet)
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+METHODS = {
+    "exchange": ("dense", "dgc", "alone"),
+    "fit": ("dense", "dgc", "averaging"),
+}
+TRANSPORTS = ("collective", "horovod", "hybrid")
+ROWS = {
+    "exchange": [
+        *("dense/collective", "dgc/collective"),
+        *("dense/horovod", "dgc/horovod", "alone/horovod"),
+    ],
+    "fit": ["dense/collective", "dense/horovod", "dgc/hybrid", "averaging/hybrid"],
+}
+SPARSITY, PERIOD, MOMENTUM = 0.999, 16, 0.9
+COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
+KEYS = ("task", "hosts", "rate", "method", "transport", "elements", "batch_size")
+
+
+def counted() -> tuple[int, int]:
+    """Returns the bytes that this host's interface has sent and received."""
+    sent, received = (
+        int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")
+    )
+    return sent, received
+
+
+def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns what this worker measured of each method that takes part."""
+    import tensorflow as tf
+
+    import tf_dgc
+    from tf_dgc import dgc, transports
+    from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
+
+    transport = transports.resolve(args.transport)
+    config = tf_dgc.DGCConfig(sparsity=SPARSITY)
+    makers: dict[str, Callable[[], Synchronizer]] = {
+        "dense": lambda: Dense(transport),
+        "dgc": lambda: DeepGradientCompression(transport, config),
+        "alone": lambda: DeepGradientCompression(transports.resolve("local"), config),
+    }
+    synchronizers = {method: makers[method]() for method in args.methods}
+    side = round(args.elements**0.5)
+    kernel = tf.Variable(tf.zeros([side, side]), name="kernel")
+    owner = tf.Module()  # stands for the optimizer
+    momentum = dgc.Momentum(MOMENTUM, nesterov=False, learning_rate=0.1)
+    steps = {
+        method: tf.function(
+            lambda gradient, each=each: each.exchange(
+                owner, [gradient], [kernel], momentum
+            ).gradients[0],
+            autograph=False,
+        )
+        for method, each in synchronizers.items()
+    }
+
+    @tf.function
+    def gradient_of(step: tf.Tensor) -> tf.Tensor:
+        return tf.random.stateless_normal(kernel.shape, [transport.rank, step])
+
+    found = {m: {"seconds": [], "sent": [], "received": []} for m in args.methods}
+    for step in range(args.warmup + args.steps):
+        gradient = gradient_of(tf.constant(step))
+        for method, function in steps.items():
+            transport.barrier()
+            before = counted()
+            start = time.perf_counter()
+            function(gradient)
+            seconds = time.perf_counter() - start
+            transport.barrier()
+            after = counted()
+            if step >= args.warmup:
+                found[method]["seconds"].append(seconds)
+                found[method]["sent"].append(after[0] - before[0])
+                found[method]["received"].append(after[1] - before[1])
+    for method, each in synchronizers.items():
+        stats = each.stats()
+        found[method]["stats_sent"] = int(stats.sent_bytes)
+        found[method]["stats_dense"] = int(stats.dense_bytes)
+        found[method]["uncompressed"] = 0
+        found[method]["elements"] = side * side
+    return found
+
+
+def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns what this worker measured of the one method of this job."""
+    import keras
+    import tensorflow as tf
+
+    import tf_dgc
+
+    (method,) = args.methods
+    config = tf_dgc.DGCConfig(sparsity=SPARSITY)
+    averaging = tf_dgc.AveragingConfig(period=PERIOD)
+    strategy = {
+        "dense": lambda: tf_dgc.DenseStrategy(transport=args.transport),
+        "dgc": lambda: tf_dgc.DGCStrategy(config, transport=args.transport),
+        "averaging": lambda: tf_dgc.ParameterAveragingStrategy(
+            averaging, transport=args.transport
+        ),
+    }[method]()
+    keras.utils.set_random_seed(1)
+    sizes = [args.width, args.width, 1000]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((args.width * 9 // 4,))])
+        for size in sizes:
+            last = size == sizes[-1]
+            model.add(
+                keras.layers.Dense(size, activation="softmax" if last else "relu")
+            )
+        sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
+        model.compile(sgd, "sparse_categorical_crossentropy")
+    rows = args.batch_size * strategy.num_replicas_in_sync
+    images = tf.random.stateless_normal([rows, args.width * 9 // 4], [1, 2])
+    labels = tf.random.stateless_uniform([rows], [1, 3], 0, sizes[-1], tf.int32)
+    batch = tf.data.Dataset.from_tensors((images, labels))
+    # Whole periods of averaging, each of them with one round.
+    timed = -(-args.steps // PERIOD) * PERIOD if method == "averaging" else args.steps
+    data = batch.repeat(args.warmup + timed)
+    ends: list[tuple[float, int, int]] = []
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            ends.append((time.perf_counter(), *counted()))
+
+    model.fit(data, verbose=0, callbacks=[Clock()])
+    used = zip(ends[args.warmup - 1 :], ends[args.warmup :], strict=False)
+    steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in used]
+    # A step is what it costs on average, where not all steps exchange.
+    if method == "averaging":
+        parts = [steps[i : i + PERIOD] for i in range(0, timed, PERIOD)]
+        steps = [[sum(each) / PERIOD for each in zip(*p, strict=True)] for p in parts]
+    last, total = strategy.stats(), strategy.stats(total=True)
+    sent = last.sent_bytes
+    if method == "averaging":  # one round; the end of the epoch is another
+        sent = total.sent_bytes // (timed // PERIOD + 1) // PERIOD
+    vectors = [v for v in model.trainable_variables if len(v.shape) == 1]
+    result: dict[str, Any] = {
+        name: [step[i] for step in steps]
+        for i, name in enumerate(("seconds", "sent", "received"))
+    }
+    result["stats_sent"] = int(sent)
+    result["stats_dense"] = int(last.dense_bytes)
+    result["uncompressed"] = 4 * sum(v.shape[0] for v in vectors)
+    result["elements"] = model.count_params()
+    return {method: result}
+
+
+def jobs(args: argparse.Namespace) -> Iterator[tuple[int, str, int, str, list[str]]]:
+    """Yields run, rate, hosts, transport and methods of each job that is missing."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in args.rows:
+        method, transport = row.split("/")
+        # `fit` takes a process for each method.
+        key = (transport, "" if args.task == "exchange" else method)
+        groups.setdefault(key, []).append(method)
+    for run in args.runs:
+        for rate in args.rates:
+            for hosts in args.hosts:
+                for (transport, _), methods in groups.items():
+                    job = (run, rate, hosts, transport)
+                    if not all(file_of(args, *job, m).exists() for m in methods):
+                        yield (*job, methods)
+
+
+def file_of(
+    args: argparse.Namespace,
+    run: int,
+    rate: str,
+    hosts: int,
+    transport: str,
+    method: str,
+) -> pathlib.Path:
+    """Returns the file of one run of one row."""
+    name = f"{args.task}-{method}-{transport}-{hosts}-{rate}-run{run}.json"
+    return args.results / name
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Runs what is missing, one job after another; returns how many failed."""
+    import netlab
+
+    netlab.end_on_signals()
+    failed = 0
+    for run, rate, hosts, transport, methods in jobs(args):
+        name = f"{args.task} {' '.join(methods)} over {transport}, {hosts} at {rate}"
+        start = time.monotonic()
+        log = args.results / f"{args.task}-{transport}.log"
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            log.open("wb") as output,
+            netlab.Laboratory(hosts, rate) as lab,
+        ):
+            own = ["--worker", folder, "--transport", transport, "--methods", *methods]
+            status = lab.run(
+                [sys.executable, str(HERE / "bench_network.py"), *sys.argv[1:], *own],
+                launch="tf_config" if transport == "collective" else "horovodrun",
+                timeout=args.timeout,
+                environment={"TF_CPP_MIN_LOG_LEVEL": "2"},
+                stdout=output,
+                stderr=output,
+            )
+            texts = [f.read_text() for f in sorted(pathlib.Path(folder).iterdir())]
+        seconds = time.monotonic() - start
+        if status or len(texts) != hosts:
+            print(f"{name}: FAILED with status {status}, see {log}", flush=True)
+            failed += 1
+            continue
+        print(f"{name}: done in {seconds:.0f} s", flush=True)
+        workers = [json.loads(text) for text in texts]
+        for method in methods:
+            found = join([worker[method] for worker in workers])
+            found |= {"task": args.task, "hosts": hosts, "rate": rate}
+            found |= {"method": method, "transport": transport, "run": run}
+            found |= {"batch_size": args.batch_size if args.task == "fit" else 0}
+            file = file_of(args, run, rate, hosts, transport, method)
+            file.write_text(json.dumps(found, indent=1))
+    return failed
+
+
+def join(workers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of all workers as one: the slowest, and mean bytes."""
+    joined = dict(workers[0])
+    joined["seconds"] = [
+        max(s) for s in zip(*(w["seconds"] for w in workers), strict=True)
+    ]
+    for name in ("sent", "received"):
+        steps = zip(*(worker[name] for worker in workers), strict=True)
+        joined[name] = [statistics.mean(step) for step in steps]
+    return joined
+
+
+def expected_bytes(result: dict[str, Any]) -> float:
+    """Returns what a worker puts on the wire in a step, by `stats()`; no headers.
+
+    Of S bytes on N workers, a ring all-reduce sends 2 (N - 1) / N S from each worker; a
+    ring all-gather passes all messages but one on: (N - 1) M.
+    """
+    workers, size = result["hosts"], result["stats_sent"]
+    dense = size if result["method"] != "dgc" else result["uncompressed"]
+    gathered = size - dense
+    if result["method"] == "alone":
+        return 0.0
+    return 2 * (workers - 1) / workers * dense + (workers - 1) * gathered
+
+
+def report(folder: pathlib.Path) -> None:
+    """Writes table.md and plot.png about all results in a folder."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        result = json.loads(file.read_text())
+        groups.setdefault(tuple(result[key] for key in KEYS), []).append(result)
+    if not groups:
+        return
+    medians = {
+        key: statistics.median([s for run in runs for s in run["seconds"]])
+        for key, runs in groups.items()
+    }
+    columns = ["task", "hosts", "rate", "row", "seconds", "lowest to highest", "steps"]
+    columns += ["than dense/collective", "than dense/horovod"]
+    columns += ["sent on the wire", "by stats()", "ratio"]
+    table = [columns, ["---"] * len(columns)]
+    for key, runs in groups.items():
+        named = dict(zip(KEYS, key, strict=True))
+        seconds = [s for run in runs for s in run["seconds"]]
+        cells = [named["task"], named["hosts"], named["rate"]]
+        cells += [f"{named['method']}/{named['transport']}", f"{medians[key]:.4g}"]
+        cells += [f"{min(seconds):.4g} to {max(seconds):.4g}", len(seconds)]
+        for transport in ("collective", "horovod"):
+            other = named | {"method": "dense", "transport": transport}
+            dense = medians.get(tuple(other[name] for name in KEYS))
+            cells.append(f"{dense / medians[key]:.1f}" if dense else "")
+        sent = statistics.median([s for run in runs for s in run["sent"]])
+        expected = expected_bytes(runs[0])
+        cells += [f"{sent:,.0f}", f"{expected:,.0f}"]
+        cells.append(f"{sent / expected:.3f}" if expected else "")
+        table.append([str(cell) for cell in cells])
+    lines = [f"| {' | '.join(cells)} |" for cells in table]
+    (folder / "table.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    draw(medians, folder / "plot.png")
+
+
+def draw(medians: dict[tuple[Any, ...], float], file: pathlib.Path) -> None:
+    """Draws the seconds of all rows, a panel for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = [dict(zip(KEYS, key, strict=True)) | {"s": s} for key, s in medians.items()]
+    tasks = [task for task in METHODS if any(each["task"] == task for each in found)]
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(7 * len(tasks), 5))
+    for axis, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
+        own = [each for each in found if each["task"] == task]
+        rows = sorted({(each["method"], each["transport"]) for each in own})
+        places = sorted({(each["hosts"], each["rate"]) for each in own})
+        for i, row in enumerate(rows):
+            bars = [e for e in own if (e["method"], e["transport"]) == row]
+            middle = (i - (len(rows) - 1) / 2) / (len(rows) + 1)
+            xs = [places.index((e["hosts"], e["rate"])) + middle for e in bars]
+            heights, width = [e["s"] for e in bars], 1 / (len(rows) + 1)
+            drawn = axis.bar(xs, heights, width, label="/".join(row))
+            axis.bar_label(drawn, fmt="%.2g", fontsize=7)
+        labels = [f"{hosts} hosts\n{rate}" for hosts, rate in places]
+        axis.set_xticks(range(len(places)), labels)
+        what = "an exchange" if task == "exchange" else "a step of fit"
+        axis.set(yscale="log", ylabel=f"seconds of {what}, median", title=task)
+        axis.legend(fontsize=8)
+        axis.grid(axis="y", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("task", choices=METHODS)
+    parser.add_argument("--rows", nargs="*", metavar="METHOD/TRANSPORT", help="some of")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--runs", type=int, nargs="+", default=[1], metavar="NUMBER")
+    parser.add_argument("--steps", type=int, default=5, help="timed, of each run")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument(
+        "--elements", type=int, default=25_000_000, help="exchange: of the gradient"
+    )
+    parser.add_argument(
+        "--width", type=int, default=4096, help="fit: units of a hidden layer"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="fit: of a worker")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of a job")
+    parser.add_argument("--results", type=pathlib.Path, default="bench_network")
+    for hidden in ("--worker", "--transport"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--methods", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.rows = ROWS[args.task] if args.rows is None else args.rows
+    for row in args.rows:
+        method, _, transport = row.partition("/")
+        if method not in METHODS[args.task] or transport not in TRANSPORTS:
+            parser.error(
+                f"`--rows` must be of {METHODS[args.task]} over {TRANSPORTS}, such as "
+                f"{ROWS[args.task][0]}. Received: {row}"
+            )
+    for name in ("steps", "warmup"):
+        if getattr(args, name) < 1:
+            parser.error(f"`--{name}` must be at least 1")
+    return args
+
+
+def main() -> int:
+    """Runs and reports; returns the exit status."""
+    args = arguments()
+    if args.worker:
+        found = (exchange if args.task == "exchange" else fit)(args)
+        name = COUNTERS.parent / "address"  # differs between hosts
+        file = pathlib.Path(args.worker) / name.read_text().strip().replace(":", "")
+        file.write_text(json.dumps(found))
+        return 0
+    import netlab
+
+    args.results.mkdir(parents=True, exist_ok=True)
+    try:
+        failed = run_all(args)
+    except (netlab.LabError, ValueError) as error:
+        print(f"bench_network: {error}", file=sys.stderr)
+        return 125
+    report(args.results)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
