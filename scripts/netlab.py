@@ -188,7 +188,7 @@ class Laboratory:
         self.close()
 
     def _build(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-")
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{self._prefix}-ssh-")
         ssh = pathlib.Path(self._folder.name) / "ssh"
         ssh.write_text(_SSH.format(prefix=self._prefix, named=_NAMED))
         ssh.chmod(0o755)
@@ -348,7 +348,6 @@ class Laboratory:
         _end_all_in(namespaces, _GRACE_SECONDS)
         for process in self._processes:
             process.wait()
-        self._processes.clear()
 
     def close(self) -> None:
         """Ends all processes and removes the network; may be called again.
@@ -357,6 +356,10 @@ class Laboratory:
         """
         with _undisturbed():
             self._end_processes()
+            for process in self._processes:
+                for pipe in (process.stdout, process.stderr):
+                    if pipe:
+                        pipe.close()
             for name in (*(self.namespace(i) for i in range(self.hosts)), self._switch):
                 _remove(name)
             if self._folder:
@@ -366,10 +369,10 @@ class Laboratory:
 
 
 def sweep() -> list[str]:
-    """Removes the laboratories of processes that are gone; returns their namespaces."""
+    """Removes the laboratories of processes that are gone; returns what it removed."""
     check_rights()
-    pattern = re.compile(rf"{_PREFIX}-([0-9]+)-[0-9]+-(switch|host[0-9]+)")
-    folders = (_NAMESPACES, _SETTINGS)
+    pattern = re.compile(rf"{_PREFIX}-([0-9]+)-[0-9]+-(switch|host[0-9]+|ssh-\w+)")
+    folders = (_NAMESPACES, _SETTINGS, pathlib.Path(tempfile.gettempdir()))
     names = {path.name for folder in folders for path in folder.glob(f"{_PREFIX}-*")}
     found = [(name, pattern.fullmatch(name)) for name in sorted(names)]
     dead = [n for n, m in found if m and not pathlib.Path(f"/proc/{m[1]}").exists()]
@@ -452,11 +455,12 @@ def _is_zombie(pid: str) -> bool:
 
 
 def _remove(namespace: str) -> None:
-    """Removes a namespace with its interfaces, and its settings, where they exist."""
+    """Removes a namespace with its interfaces, and folders of that name."""
     if (_NAMESPACES / namespace).exists():
         with contextlib.suppress(LabError):
             _tool("ip", "netns", "delete", namespace)
-    shutil.rmtree(_SETTINGS / namespace, ignore_errors=True)
+    for folder in (_SETTINGS, pathlib.Path(tempfile.gettempdir())):
+        shutil.rmtree(folder / namespace, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
