@@ -31,6 +31,7 @@ References:
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -227,7 +228,7 @@ def run_all(args: argparse.Namespace) -> int:
     failed = 0
     for run, rate, hosts, transport, methods in jobs(args):
         name = f"{args.task} {' '.join(methods)} over {transport}, {hosts} at {rate}"
-        start = time.monotonic()
+        start, load = time.monotonic(), os.getloadavg()[0]  # what others do here
         log = args.results / f"{args.task}-{transport}.log"
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -255,6 +256,7 @@ def run_all(args: argparse.Namespace) -> int:
             found = join([worker[method] for worker in workers])
             found |= {"task": args.task, "hosts": hosts, "rate": rate}
             found |= {"method": method, "transport": transport, "run": run}
+            found["load_before"] = load
             found |= {"batch_size": args.batch_size if args.task == "fit" else 0}
             file = file_of(args, run, rate, hosts, transport, method)
             file.write_text(json.dumps(found, indent=1))
