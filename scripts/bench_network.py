@@ -302,10 +302,11 @@ def report(folder: pathlib.Path) -> None:
         for key, runs in groups.items()
     }
     columns = ["task", "hosts", "rate", "row", "seconds", "lowest to highest", "steps"]
-    columns += ["than dense/collective", "than dense/horovod"]
-    columns += ["sent on the wire", "by stats()", "ratio"]
+    columns += ["faster than dense/collective", "than dense/horovod"]
+    columns += ["bytes sent on the wire", "by stats()", "ratio"]
     table = [columns, ["---"] * len(columns)]
-    for key, runs in groups.items():
+    for key in sorted(groups):
+        runs = groups[key]
         named = dict(zip(KEYS, key, strict=True))
         seconds = [s for run in runs for s in run["seconds"]]
         cells = [named["task"], named["hosts"], named["rate"]]
