@@ -34,8 +34,9 @@ PRELUDE = """
 def obstacle() -> str:
     """Say why there can be no laboratory here, or nothing."""
     try:
-        with netlab.Laboratory(2, "1gbit"):
-            return ""
+        with netlab.Laboratory(2, "1gbit") as lab:
+            failed = lab.run(["true"], launch="tf_config")
+            return "a host runs no commands" if failed else ""
     except netlab.LabError as error:
         return str(error)
 
