@@ -20,7 +20,8 @@ _logger = logging.getLogger("tf_dgc")
 class BroadcastVariables(keras.callbacks.Callback):
     """Begins training with the variables of one worker on all.
 
-    Of model and optimizer; random generators stay each worker's own. It also lets
+    Of model and optimizer, when training begins, or after the first batch where the
+    model is not built before; random generators stay each worker's own. It also lets
     loss scaling agree, and switches XLA off, which cannot compile an exchange.
     """
 
@@ -42,13 +43,24 @@ class BroadcastVariables(keras.callbacks.Callback):
                 f"root_rank={root_rank}"
             )
         self._root = root_rank
+        self._waits = False  # for the first batch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast."""
-        model = self.model
-        model.jit_compile = False
-        agree_on_overflow(model.optimizer)
-        variables = [*model.weights, *model.optimizer.variables]
+        """Broadcast, where there is something."""
+        self.model.jit_compile = False
+        agree_on_overflow(self.model.optimizer)
+        self._waits = not self.model.built
+        if not self._waits:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast what the first batch has built."""
+        if self._waits:
+            self._waits = False
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        variables = [*self.model.weights, *self.model.optimizer.variables]
         values = [tf.convert_to_tensor(variable) for variable in variables]
         forms = {f"variable {i}": f"{v.dtype} {v.shape}" for i, v in enumerate(values)}
         handshake.agree(self._transport, "variables to broadcast", forms)
