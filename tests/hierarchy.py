@@ -11,12 +11,12 @@ from typing import Any
 from unittest import mock
 
 import front_ends
-import horovod.tensorflow
 import keras
 import tensorflow as tf
 
 import tf_dgc
 from tf_dgc import horovod as hvd
+from tf_dgc.transports.horovod import HorovodTransport
 
 
 def main() -> None:
@@ -45,20 +45,15 @@ def main() -> None:
 
     step()
 
-    def watched(name: str) -> Any:
-        original = getattr(horovod.tensorflow, name)
+    original = HorovodTransport._call
 
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            size = tensor.shape.num_elements() * tensor.dtype.size
-            calls.append([name, list(kwargs["process_set"].ranks), size])
-            return original(tensor, *args, **kwargs)
+    def call(own: Any, name: str, operation: Any, vector: tf.Tensor) -> tf.Tensor:
+        size = int(tf.size(vector)) * vector.dtype.size
+        ranks = list(operation.keywords["process_set"].ranks)
+        calls.append([operation.func.__name__, ranks, size])
+        return original(own, name, operation, vector)
 
-        return mock.patch.object(horovod.tensorflow, name, call)
-
-    for each in (own._within, own._between):
-        if each is not None:
-            each._functions.clear()  # so that the calls are traced anew, and seen
-    with watched("allreduce"), watched("allgather"):
+    with mock.patch.object(HorovodTransport, "_call", call):
         step()
     results["calls"] = calls
     own.everybody.barrier()
