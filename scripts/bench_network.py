@@ -19,7 +19,8 @@ are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
 step, by its slowest worker, and the bytes at the workers' interfaces. Runs that are
 there are not repeated, so that a table can grow; `--runs 1 2 3` makes three of each.
-table.md and plot.png show all that is there. Rows of the same transport share a run's
+table.md and plot.png show all that is there. `fit --predict` sets what `tf_dgc.advise`
+predicts for these hosts beside them. Rows of the same transport share a run's
 processes in `exchange`, and take turns.
 
 Needs what netlab.py needs, and matplotlib for the plot.
@@ -55,7 +56,7 @@ ROWS = {
     ],
     "fit": ["dense/collective", "dense/horovod", "dgc/hybrid", "averaging/hybrid"],
 }
-SPARSITY, PERIOD, MOMENTUM = 0.999, 16, 0.9
+SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
 KEYS = ("task", "hosts", "rate", "method", "transport", "elements", "batch_size")
 
@@ -126,6 +127,24 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
+def alexnet(width: int = 4096) -> Any:
+    """Returns the fully connected layers of AlexNet, compiled."""
+    import keras
+
+    model = keras.Sequential([keras.Input((width * 9 // 4,))])
+    for size in (width, width):
+        model.add(keras.layers.Dense(size, activation="relu"))
+    model.add(keras.layers.Dense(CLASSES, activation="softmax"))
+    sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
+    model.compile(sgd, "sparse_categorical_crossentropy")
+    return model
+
+
+def half() -> Any:
+    """Returns the same at half the width, for `tf_dgc.advise`."""
+    return alexnet(2048)
+
+
 def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns what this worker measured of the one method of this job."""
     import keras
@@ -144,19 +163,11 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         ),
     }[method]()
     keras.utils.set_random_seed(1)
-    sizes = [args.width, args.width, 1000]
     with strategy.scope():
-        model = keras.Sequential([keras.Input((args.width * 9 // 4,))])
-        for size in sizes:
-            last = size == sizes[-1]
-            model.add(
-                keras.layers.Dense(size, activation="softmax" if last else "relu")
-            )
-        sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
-        model.compile(sgd, "sparse_categorical_crossentropy")
+        model = alexnet(args.width)
     rows = args.batch_size * strategy.num_replicas_in_sync
     images = tf.random.stateless_normal([rows, args.width * 9 // 4], [1, 2])
-    labels = tf.random.stateless_uniform([rows], [1, 3], 0, sizes[-1], tf.int32)
+    labels = tf.random.stateless_uniform([rows], [1, 3], 0, CLASSES, tf.int32)
     batch = tf.data.Dataset.from_tensors((images, labels))
     # Whole periods of averaging, each of them with one round.
     timed = -(-args.steps // PERIOD) * PERIOD if method == "averaging" else args.steps
@@ -327,6 +338,41 @@ def report(folder: pathlib.Path) -> None:
     draw(medians, folder / "plot.png")
 
 
+def compare(folder: pathlib.Path, args: argparse.Namespace) -> list[str]:
+    """Returns lines that compare `tf_dgc.advise` with the results of `fit`.
+
+    The hosts share this machine's cores, which the prediction is told.
+    """
+    from tf_dgc import DGCConfig, advise, measure, rates
+
+    config, cores = DGCConfig(sparsity=SPARSITY), len(os.sched_getaffinity(0))
+    measured, tensors = measure.measure(
+        lambda: alexnet(args.width), config, args.batch_size, max(args.steps, 5)
+    )
+    lines = advise.describe(measured, tensors, config).splitlines()
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for file in sorted(folder.glob("fit-*.json")):
+        result = json.loads(file.read_text())
+        same = 4 * result["elements"] == tensors.gradient_bytes
+        if same and result["batch_size"] == args.batch_size:
+            key = tuple(result[name] for name in KEYS[1:5])
+            groups.setdefault(key, []).extend(result["seconds"])
+    lines += [
+        "",
+        "| hosts | rate | row | predicted | measured | ratio |",
+        "|---" * 6 + "|",
+    ]
+    for (hosts, rate, method, transport), seconds in groups.items():
+        network = advise.Network(rates.bits_per_second(rate))
+        found = advise.predict(
+            *(measured, tensors, config, PERIOD, hosts, network), hosts, cores
+        )[{"dgc": "DGC"}.get(method, method)].seconds
+        real = statistics.median(seconds)
+        cells = f"{found:.4g} | {real:.4g} | {found / real:.2f}"
+        lines.append(f"| {hosts} | {rate} | {method}/{transport} | {cells} |")
+    return lines
+
+
 def draw(medians: dict[tuple[Any, ...], float], file: pathlib.Path) -> None:
     """Draws the seconds of all rows, a panel for each task."""
     import matplotlib
@@ -379,6 +425,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="fit: of a worker")
     parser.add_argument("--timeout", type=float, default=900, help="seconds of a job")
     parser.add_argument("--results", type=pathlib.Path, default="bench_network")
+    parser.add_argument(
+        "--predict", action="store_true", help="fit: compare with tf_dgc.advise"
+    )
     for hidden in ("--worker", "--transport"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+", help=argparse.SUPPRESS)
@@ -415,6 +464,8 @@ def main() -> int:
         print(f"bench_network: {error}", file=sys.stderr)
         return 125
     report(args.results)
+    if args.predict and args.task == "fit":
+        print("\n".join(["", *compare(args.results, args)]))
     return min(failed, 1)
 
 

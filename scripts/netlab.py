@@ -42,6 +42,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -49,11 +50,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import run_local
+
+# Not imported: the package would start TensorFlow.
+_RATES = pathlib.Path(__file__).resolve().parents[1] / "tf_dgc" / "rates.py"
+bits_per_second: Callable[[str], float] = runpy.run_path(str(_RATES))["bits_per_second"]
 
 LAUNCHERS = ("once", "horovodrun", "tf_config")
 MOST_HOSTS = 200
@@ -61,8 +66,6 @@ PORT = 2222  # of each worker in TF_CONFIG
 _PREFIX = "netlab"
 _SETTINGS = pathlib.Path("/etc/netns")  # what `ip netns exec` puts over /etc
 _NAMESPACES = pathlib.Path("/run/netns")
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)")
 # Of the token bucket. What an idle host may send at once is little beside a message of
 # 100 kB, or messages would seem faster than the wire; less than this costs rate where
 # timers are late. The queue is that of a cheap switch.
@@ -104,21 +107,6 @@ class Traffic(NamedTuple):
     received: int
 
 
-def bits_per_second(rate: str) -> float:
-    """Returns a rate such as "100mbit" in bits per second.
-
-    Raises:
-        ValueError: it is no positive number of kbit, mbit or gbit.
-    """
-    found = _RATE.fullmatch(rate)
-    if not found or not float(found[1]):
-        raise ValueError(
-            "`rate` must be a positive number with kbit, mbit or gbit, per second, "
-            f'such as "100mbit". Received: rate={rate!r}'
-        )
-    return float(found[1]) * _UNITS[found[2]]
-
-
 def check_rights() -> None:
     """Checks that this machine and this user can have a laboratory.
 
@@ -143,6 +131,7 @@ class Laboratory:
         rate: of each host's link, each way, such as "1gbit".
         names: "host1", "host2", ...
         addresses: the IPv4 address of each.
+        switch: the namespace of the bridge; port1 there is the link of host1.
     """
 
     def __init__(self, hosts: int, rate: str) -> None:
@@ -160,7 +149,7 @@ class Laboratory:
         self.addresses = [f"10.177.0.{i + 1}" for i in range(hosts)]
         # The number of the process makes names that no other laboratory has.
         self._prefix = f"{_PREFIX}-{os.getpid()}-{next(_labs)}"
-        self._switch = f"{self._prefix}-switch"
+        self.switch = f"{self._prefix}-switch"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -194,8 +183,8 @@ class Laboratory:
         ssh.chmod(0o755)
         known = ["127.0.0.1 localhost"]
         known += [" ".join(p) for p in zip(self.addresses, self.names, strict=True)]
-        _tool("ip", "netns", "add", self._switch)
-        switch = ("ip", "-n", self._switch, "link")
+        _tool("ip", "netns", "add", self.switch)
+        switch = ("ip", "-n", self.switch, "link")
         _tool(*switch, "add", "bridge", "type", "bridge", "mcast_snooping", "0")
         _tool(*switch, "set", "bridge", "up")
         for i, address in enumerate(self.addresses):
@@ -206,7 +195,7 @@ class Laboratory:
             peer = ("peer", "name", "eth0", "netns", name)
             _tool(*switch, "add", port, "type", "veth", *peer)
             _tool("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            for namespace, interface in ((self._switch, port), (name, "eth0")):
+            for namespace, interface in ((self.switch, port), (name, "eth0")):
                 self._limit(namespace, interface)
             _tool(*switch, "set", port, "master", "bridge", "up")
             for interface in ("lo", "eth0"):
@@ -226,7 +215,7 @@ class Laboratory:
         A TCP packet that is longer than the wire's but fits into the token bucket is
         counted uncut, with one header of 66 bytes for several.
         """
-        links = json.loads(_tool("ip", "-n", self._switch, "-s", "-j", "link"))
+        links = json.loads(_tool("ip", "-n", self.switch, "-s", "-j", "link"))
         counted = {link["ifname"]: link["stats64"] for link in links}
         ports = [counted[f"port{i + 1}"] for i in range(self.hosts)]
         return [Traffic(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
@@ -295,7 +284,7 @@ class Laboratory:
         err = sys.stderr.buffer if stderr is None else stderr
         deadline = time.monotonic() + timeout
         processes, readers = [], []
-        for i, (line, added) in enumerate(self._lines(command, launch)):
+        for i, (line, added) in enumerate(self.lines(command, launch)):
             process = self.start(i, line, {**(environment or {}), **added})
             prefix = f"[{i}] ".encode() if launch == "tf_config" else b""
             for source, target in ((process.stdout, out), (process.stderr, err)):
@@ -317,10 +306,14 @@ class Laboratory:
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         return 124 if None in codes else 0
 
-    def _lines(
+    def lines(
         self, command: Sequence[str], launch: str
     ) -> list[tuple[list[str], dict[str, str]]]:
-        """Returns command and environment of the processes to start, by host."""
+        """Returns what `run` starts: a command and its environment, by host.
+
+        Raises:
+            ValueError: there is no such launcher.
+        """
         if launch == "once":
             return [([*command], {})]
         if launch == "horovodrun":
@@ -360,7 +353,7 @@ class Laboratory:
                 for pipe in (process.stdout, process.stderr):
                     if pipe:
                         pipe.close()
-            for name in (*(self.namespace(i) for i in range(self.hosts)), self._switch):
+            for name in (*(self.namespace(i) for i in range(self.hosts)), self.switch):
                 _remove(name)
             if self._folder:
                 self._folder.cleanup()

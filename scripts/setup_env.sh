@@ -10,10 +10,13 @@
 #   PYTHON                    the interpreter to make .venv with (3.11 or newer)
 #   TF_DGC_NO_HOROVOD=1       do without Horovod
 #   TF_DGC_REQUIRE_HOROVOD=1  fail where Horovod cannot be had
+#   TF_DGC_VENV               another folder than .venv
+#   TF_DGC_WITH               versions to install, as "tensorflow==2.18.* keras==3.10.*"
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=$PWD/.venv
+venv=$PWD/${TF_DGC_VENV:-.venv}
+read -ra with <<<"${TF_DGC_WITH:-}"
 log=$venv.log # beside .venv, which a restart may empty
 export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2} # TensorFlow: errors only
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -85,7 +88,7 @@ make_venv() { # INTERPRETER
 
 install_package() {
   "$venv/bin/python" -m pip install --upgrade pip &&
-    "$venv/bin/python" -m pip install --editable '.[test,examples]'
+    "$venv/bin/python" -m pip install --editable '.[test,examples]' "${with[@]}"
 }
 
 # Horovod that loads may still be unable to connect two workers on this machine.
@@ -100,6 +103,7 @@ key() {
   {
     "$venv/bin/python" -V
     echo "$venv"/lib/python3*/site-packages/tensorflow*.dist-info
+    echo "${with[@]}"
     cat setup.cfg scripts/install_horovod.sh
   } 2>&1 | sha256sum
 }
@@ -112,7 +116,7 @@ if [ "$(cat "$package_mark" 2>/dev/null)" != "$(key)" ]; then
   if ! new_enough "$venv/bin/python" || ! "$venv/bin/python" -m pip -V >>"$log" 2>&1
   then
     python=$(find_python)
-    step "[1/4] Virtual environment .venv" make_venv "$python"
+    step "[1/4] Virtual environment ${venv##*/}" make_venv "$python"
   fi
   step "[2/4] Install tf_dgc, TensorFlow and what the tests need" install_package
   key >"$package_mark"

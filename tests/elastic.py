@@ -29,7 +29,7 @@ from tf_dgc.synchronizers import saving
 
 CONFIG = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=3)
 HOSTS = {2: "localhost:2", 3: "localhost:2\n127.0.0.1:1"}
-SIZES = {"add_remove": (2, 3, 2), "die": (3, 2)}
+SIZES = {"add_remove": (2, 3, 2), "die": (3, 2), "die_early": (3, 2)}
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 sizes = SIZES.get(how, ())
 
@@ -57,15 +57,19 @@ def after_epoch(state: elastic.State, loss: float) -> bool:
     tell("epoch", loss=loss, epochs=state.epochs)
     state.epochs += 1
     state.since += 1
-    last = state.phase + 1 == len(sizes)
-    if how == "die" and state.since == 2 and not last:
-        state.commit()
-        tell("kept", sums=sums(state._kept))
+    # Without a commit the number of the phase is forgotten, too.
+    early = how == "die_early"
+    last = hvd.size() == sizes[-1] if early else state.phase + 1 == len(sizes)
+    if how != "add_remove" and state.since == 2 and not last:
+        if how == "die":
+            state.commit()
+            tell("kept", sums=sums(state._kept))
         if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)  # Horovod loses what it is given while its thread ends
     elif state.since == 2 and not last and hvd.rank() == 0:
         (folder / "hosts").write_text(HOSTS[sizes[state.phase + 1]])
-    if state.since >= 2 and not last:
+    if how == "add_remove" and state.since >= 2 and not last:
         time.sleep(0.2)  # until the discovery script is run again
     try:
         state.check_host_updates()
@@ -146,8 +150,8 @@ def main() -> None:
         return
     keras.utils.set_random_seed(1 + hvd.rank())
     model = features.mlp()
-    sgd = keras.optimizers.SGD(0.05, momentum=0.9 if how == "add_remove" else 0.0)
-    if how == "add_remove":
+    sgd = keras.optimizers.SGD(0.05, momentum=0.0 if how == "die" else 0.9)
+    if how != "die":
         sgd = hvd.DistributedOptimizer(sgd, CONFIG)
     model.compile(sgd, "mse")
     state = elastic.State(model, epochs=0, since=0, phase=-1)
@@ -159,7 +163,7 @@ def main() -> None:
         tell("begin", sums=sums(kept), steps=steps, epochs=state.epochs)
         state.phase += 1
         state.since = 0
-        (by_fit if how == "add_remove" else by_tape)(state)
+        (by_tape if how == "die" else by_fit)(state)
 
     train(state)
     tell("end", weights=[np.asarray(w).ravel().tolist() for w in model.get_weights()])

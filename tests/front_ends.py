@@ -203,6 +203,9 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
         CONFIGS["tenth"], plain_sgd
     )
     found["passes"] = lambda: by_optimizer(None, sgd, backward_passes_per_step=2)
+    found["on_one_node"] = lambda: by_optimizer(
+        CONFIGS["all"], plain_sgd, hierarchical=True
+    )
     found["as_horovods_example"] = as_horovods_example
     found["theirs"] = by_horovods_optimizer
     found["saved_form"] = saved_form

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import unittest
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,25 @@ def horovod_missing() -> str:
     check = [sys.executable, "-c", "import horovod.tensorflow"]
     failed = subprocess.run(check, capture_output=True, text=True, check=False)
     return failed.stderr.strip().rpartition("\n")[2] if failed.returncode else ""
+
+
+def skip_without_horovod() -> None:
+    """Skip the test, or the class that is set up, where Horovod cannot be used."""
+    if reason := horovod_missing():
+        raise unittest.SkipTest(reason)
+
+
+def finish(
+    process: "subprocess.Popen[str]", timeout: float = 60
+) -> tuple[int, str, str]:
+    """Return exit status, stdout and stderr of a process; kill it when it is late."""
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return process.returncode, out, err
 
 
 def _path() -> str:

@@ -115,6 +115,30 @@ class Loopback(Transport):
         return self.hub.meet(self.rank, (call, name, forms), arrays)
 
 
+class Tampering(Transport):
+    """Another transport, on which something of rank 1 is damaged on its way."""
+
+    name = "tampering"
+
+    def __init__(
+        self, inner: Transport, ending: str, damage: Callable[[np.ndarray], None]
+    ) -> None:
+        """Let `damage` change what rank 1 gives to gathers whose names end so."""
+        self.inner, self.ending, self.damage = inner, ending, damage
+        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum in the order of rank."""
+        return self.inner.all_reduce(tensors, name)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Stack in the order of rank; damage what is of rank 1."""
+        gathered = self.inner.all_gather(tensor, name).numpy()
+        if name.endswith(self.ending):
+            self.damage(gathered[1:2])
+        return tf.constant(gathered)
+
+
 def outcomes(size: int, work: Callable[[Loopback], Any]) -> list[Any]:
     """Run `work` on N threads; return what each returned or raised, by rank."""
     hub = Hub(size)

@@ -103,6 +103,68 @@ def trained_variables_differ() -> None:
     fit(model)
 
 
+def _fit_own(batches: Callable[[int], int]) -> None:
+    """Train on a dataset that is this worker's own, of so many batches for its rank."""
+    strategy = tf_dgc.DGCStrategy(tf_dgc.DGCConfig(min_elements=1))
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy.OFF
+    options.experimental_distribute.auto_shard_policy = policy
+    own = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    own = own.take(batches(strategy.rank)).with_options(options)
+    model.fit(own, verbose=0, shuffle=False)
+
+
+@case
+def lengths_differ() -> None:
+    _fit_own(lambda rank: 4 - rank)
+
+
+@case
+def nothing_for_one() -> None:
+    _fit_own(lambda rank: 4 * (1 - rank))
+
+
+@case
+def global_lengths_differ() -> None:
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+    rows = 32 - 8 * strategy.rank
+    data = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(8)
+    model.fit(data, verbose=0, shuffle=False)
+
+
+@case
+def rows_of_numpy_input_without_a_seed() -> dict[str, Any]:
+    class Watched(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.ensure_shape(tf.numpy_function(watch, [x], tf.float32), x.shape)
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
+    def watch(x: np.ndarray) -> np.ndarray:
+        seen.append(x[:, 0].tolist())
+        return x
+
+    seen: list[list[float]] = []
+    strategy = tf_dgc.DGCStrategy(tf_dgc.DGCConfig(min_elements=1))
+    with strategy.scope():
+        inputs = keras.layers.Input((4,))
+        watched = Watched()(inputs)
+        outputs = keras.layers.Dense(1)(watched)
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+    x = np.repeat(np.arange(32, dtype=np.float32)[:, np.newaxis], 4, axis=1) / 100
+    seen.clear()
+    model.fit(x, Y, batch_size=8, epochs=2, verbose=0, shuffle=True)
+    return {"seen": [round(100 * row) for part in seen for row in part]}
+
+
 @case
 def compiled_outside_the_scope() -> None:
     strategy = tf_dgc.DenseStrategy()
@@ -204,6 +266,77 @@ def changed_after_reduction() -> None:
         model = network()
         model.compile(Meddling(), "mse")
     fit(model)
+
+
+def _fit_rows(x: np.ndarray, y: np.ndarray) -> None:
+    strategy = tf_dgc.DenseStrategy()
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    model.fit(data, verbose=0, shuffle=False)
+
+
+@case
+def data_differ() -> None:
+    order = np.random.default_rng(own_rank()).permutation(len(X))
+    _fit_rows(X[order], Y[order])
+
+
+@case
+def data_are_augmented_on_each() -> None:
+    _fit_rows(X + 0.01 * own_rank(), Y)
+
+
+class _Nudge(keras.callbacks.Callback):
+    """Changes a weight of the second worker after the second batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1 and own_rank() == 1:
+            bias = self.model.layers[1].bias
+            bias.assign(np.nextafter(bias.numpy(), np.float32(1)))
+
+
+def _drift(strategy: Any) -> None:
+    with strategy.scope():
+        model = network()
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    fit(model, epochs=2, callbacks=[_Nudge()])
+
+
+@case
+def replicas_drift_dense() -> None:
+    os.environ["TF_DGC_CHECK_STEPS"] = "3"
+    _drift(tf_dgc.DenseStrategy())
+
+
+@case
+def replicas_drift_dgc() -> None:
+    os.environ["TF_DGC_CHECK_STEPS"] = "3"
+    _drift(tf_dgc.DGCStrategy(tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)))
+
+
+@case
+def replicas_drift_averaging() -> None:
+    class Own(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            super().update_step(gradient + own_rank(), variable, learning_rate)
+
+    os.environ["TF_DGC_CHECK_STEPS"] = "3"
+    config = tf_dgc.AveragingConfig(period=2, outer_optimizer=lambda: Own(0.7))
+    _drift(tf_dgc.ParameterAveragingStrategy(config))
+
+
+@case
+def check_intervals_differ() -> None:
+    os.environ["TF_DGC_CHECK_STEPS"] = str(3 + own_rank())
+    _drift(tf_dgc.DenseStrategy())
+
+
+@case
+def check_interval_is_no_number() -> None:
+    os.environ["TF_DGC_CHECK_STEPS"] = "often"
+    tf_dgc.DenseStrategy()
 
 
 def _with_nan_on_rank_one(nonfinite: str) -> dict[str, Any]:

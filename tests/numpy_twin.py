@@ -85,7 +85,7 @@ def message_bytes(sizes: list[int], sparsity: float) -> int:
     for low_bits in (8, 16):
         high_bits = k + arena // 2**low_bits
         bodies.append(4 * k + k * low_bits // 8 + -(-high_bits // 8))
-    return 24 + min(-(-body // 4) * 4 for body in bodies)
+    return 20 + min(-(-body // 4) * 4 for body in bodies)
 
 
 def all_goes(sizes: list[int], sparsity: float, workers: int) -> bool:

@@ -19,8 +19,8 @@ class BackupTest(parameterized.TestCase, unittest.TestCase):
     def test_sigkill_at_any_step_changes_nothing(
         self, launcher: str, rank: int, step: int, *strategy: str
     ) -> None:
-        if launcher != "collective" and launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        if launcher != "collective":
+            launch.skip_without_horovod()
         folder = self.enterContext(tempfile.TemporaryDirectory())
         options: dict[str, Any] = {"launcher": launcher, "timeout": 200}
         expected = launch.results(launch.run(SCRIPT, folder, *strategy, **options))

@@ -15,7 +15,7 @@ from absl.testing import parameterized
 from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
-from tf_dgc import _host, callbacks
+from tf_dgc import callbacks
 from tf_dgc.transports.local import LocalTransport
 
 FIGURES = {
@@ -260,10 +260,6 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(run_workers(3, work), [2] * 3)
         (whole / "manifest.json").unlink()  # begun there, and not whole
         self.assertEqual(run_workers(3, work), [None] * 3)
-
-    def test_a_keras_without_initial_epochs_is_named(self) -> None:
-        with self.assertRaisesRegex(ImportError, "needs Model._initial_epoch"):
-            _host.set_initial_epoch(object(), 3)
 
     def test_the_folder_has_a_name(self) -> None:
         with self.assertRaisesRegex(ValueError, "`backup_dir` must be the path of a"):

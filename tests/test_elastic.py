@@ -3,6 +3,7 @@
 import json
 import pathlib
 import subprocess
+import sys
 import tempfile
 from typing import Any, ClassVar
 from unittest import mock
@@ -44,7 +45,7 @@ def run_elastic(how: str, hosts: str, workers: int) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
-class _Cases(parameterized.TestCase, tf.test.TestCase):
+class _Elastic(parameterized.TestCase, tf.test.TestCase):
     how: ClassVar[str]
     hosts: ClassVar[str]
     sizes: ClassVar[tuple[int, ...]]
@@ -53,8 +54,7 @@ class _Cases(parameterized.TestCase, tf.test.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        if launch.horovod_missing():
-            raise cls.skipTest(cls(), launch.horovod_missing())
+        launch.skip_without_horovod()
         try:
             cls.told = run_elastic(cls.how, cls.hosts, cls.sizes[0])
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -70,6 +70,13 @@ class _Cases(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(begun, [size for size in self.sizes for _ in range(size)])
         self.assertLen(self.events("end"), self.sizes[-1])
 
+    def test_weights_are_the_same_bits_on_all_workers_in_the_end(self) -> None:
+        ends = self.events("end")
+        for one in ends[1:]:
+            self.assertEqual(one["weights"], ends[0]["weights"])
+
+
+class _Committed(_Elastic):
     def test_what_all_keep_back_is_conserved(self) -> None:
         begun = self.events("begin")[self.sizes[0] :]
         for size, before in zip(self.sizes[1:], self._kept_by_phase(), strict=True):
@@ -105,15 +112,10 @@ class _Cases(parameterized.TestCase, tf.test.TestCase):
             self.assertLess(losses[begun["epochs"]], 0.5 * losses[0])
         self.assertLess(losses[max(losses)], 0.2 * losses[0])
 
-    def test_weights_are_the_same_bits_on_all_workers_in_the_end(self) -> None:
-        ends = self.events("end")
-        for one in ends[1:]:
-            self.assertEqual(one["weights"], ends[0]["weights"])
-
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-class AddRemoveTest(_Cases):
+class AddRemoveTest(_Committed):
     """A host of one worker comes, and goes; `fit` with an optimizer."""
 
     how, hosts, sizes = "add_remove", "localhost:2", (2, 3, 2)
@@ -121,7 +123,7 @@ class AddRemoveTest(_Cases):
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-class DieTest(_Cases):
+class DieTest(_Committed):
     """A worker is killed after a commit; a loop with a tape."""
 
     how, hosts, sizes = "die", "localhost:2\n127.0.0.1:1", (3, 2)
@@ -132,7 +134,20 @@ class DieTest(_Cases):
         self.assertLen(self.events("stale"), 2)
 
 
-del _Cases
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+class DieEarlyTest(_Elastic):
+    """A worker is killed before anybody has committed; `fit` with an optimizer."""
+
+    how, hosts, sizes = "die_early", "localhost:2\n127.0.0.1:1", (3, 2)
+
+    def test_training_begins_anew(self) -> None:
+        begun = self.events("begin")
+        self.assertEqual([record["epochs"] for record in begun], [0] * 5)
+        self.assertEqual([record["sums"] for record in begun], [[]] * 5)
+
+
+del _Committed, _Elastic
 
 
 class SharesTest(parameterized.TestCase, tf.test.TestCase):
@@ -174,14 +189,28 @@ class SharesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual([record.step for record in taken], [4])
 
 
+class WithoutHorovodTest(tf.test.TestCase):
+    def test_the_import_says_what_is_missing(self) -> None:
+        code = """
+import sys
+sys.modules["horovod"] = None
+import tf_dgc.horovod.elastic
+"""
+        python = [sys.executable, "-c", code]
+        done = subprocess.run(
+            python, cwd=launch.ROOT, capture_output=True, text=True, timeout=120
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("Elastic training needs Horovod", done.stderr)
+
+
 @pytest.mark.processes
 class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
     """What is refused, by one worker that horovodrun has not started."""
 
     def setUp(self) -> None:
         super().setUp()
-        if launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        launch.skip_without_horovod()
 
     def test_bad_arguments_are_refused_and_a_commit_is_restored(self) -> None:
         completed = launch.run(SCRIPT, ".", "arguments", workers=1, timeout=100)

@@ -60,8 +60,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertTrue(figures["identical"])
 
     def test_digits_under_horovodrun(self) -> None:
-        if launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        launch.skip_without_horovod()
         lines = run_example("digits", "--epochs", "1", launcher="horovod")
         self.assertIn("workers            2, transport hybrid", lines)
         self.assertIn("weights            bit-identical on all workers", lines)
@@ -101,8 +100,7 @@ class ExamplesTest(unittest.TestCase):
         self.assert_compressed(lines, at_least=5)
 
     def test_horovod_fit_and_tape(self) -> None:
-        if launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        launch.skip_without_horovod()
         lines = run_example("horovod_fit", "--epochs", "5", launcher="horovod")
         self.assertIn("weights            bit-identical on all workers", lines)
         self.assertGreater(number_behind("test accuracy", lines), 60)
@@ -111,8 +109,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
 
     def test_horovod_elastic(self) -> None:
-        if launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        launch.skip_without_horovod()
         options = (
             *("--min-np", "1", "--network-interface", "lo"),
             *("--host-discovery-script", "echo localhost:2"),

@@ -36,8 +36,8 @@ class Features(parameterized.TestCase, tf.test.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        if cls.transport in ("horovod", "hybrid") and launch.horovod_missing():
-            raise cls.skipTest(cls(), launch.horovod_missing())
+        if cls.transport in ("horovod", "hybrid"):
+            launch.skip_without_horovod()
         script = str(launch.ROOT / "tests" / "features.py")
         options = ["--strategy", cls.strategy, "--transport", cls.transport, *cls.names]
         cls.found = launch.results_of(

@@ -30,8 +30,7 @@ class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        if launch.horovod_missing():
-            raise cls.skipTest(cls(), launch.horovod_missing())
+        launch.skip_without_horovod()
         cls.found = launch.results_of(SCRIPT, launcher="horovod", timeout=500)
 
     def results(self, case: str) -> list[dict[str, Any]]:
@@ -79,6 +78,9 @@ class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
         one, two = self.results("theirs")
         self.assertNotEqual(one["crc"], two["crc"])
 
+    def test_one_node_of_all_workers_sums_densely(self) -> None:
+        self.assert_same("on_one_node", "by_optimizer dense plain")
+
     def test_a_script_written_for_horovod_trains(self) -> None:
         one, two = self.results("as_horovods_example")
         self.assertLess(one["losses"][-1], one["losses"][0])
@@ -121,8 +123,7 @@ class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        if launch.horovod_missing():
-            raise cls.skipTest(cls(), launch.horovod_missing())
+        launch.skip_without_horovod()
         script = str(launch.ROOT / "tests" / "hierarchy.py")
         options = "-H", "localhost:2,127.0.0.1:2"
         cls.found = launch.results_of(
@@ -152,7 +153,9 @@ class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
             node = [0, 1] if rank < 2 else [2, 3]
             between = [call for call in worker["calls"] if call[1] != node]
             if rank in (0, 2):
-                ((name, ranks, size),) = between
+                flags, (name, ranks, size) = between
+                # Of each node, whether its gradient is finite.
+                self.assertEqual(flags, ["allreduce", [0, 2], 2 * 4])
                 self.assertEqual((name, ranks), ("allgather", [0, 2]))
                 # 52 of 512 values, with their positions and the header.
                 self.assertLess(size, 6 * 52)
@@ -301,9 +304,14 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
         x, y = np.ones((6, 3), "float32"), np.ones((6, 2), "float32")
         model.fit(x, y, batch_size=1, verbose=0, callbacks=[warmup, watch])
         self.assertAllClose(rates, [0.2, 0.25, 0.3, 0.35, 0.4, 0.4])
+        alone = LocalTransport()
         horovods = hvd.callbacks.LearningRateWarmupCallback(
-            0.1, 2, over=LocalTransport()
+            0.1, 2, verbose=1, over=alone
         )
+        with self.assertLogs("tf_dgc", "INFO") as logs:
+            model.fit(x, y, batch_size=2, epochs=3, verbose=0, callbacks=[horovods])
+        self.assertLen(logs.output, 1)
+        self.assertIn("has reached 0.1", logs.output[0])
         with self.assertRaisesRegex(ValueError, "`steps_per_epoch` must be given"):
             endless = tf.data.Dataset.from_generator(
                 lambda: iter([(x, y)]),

@@ -66,6 +66,14 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
                 "ValueError",
                 r"same trained variables.*`variable 2` differs",
             ),
+            *(
+                (case, "ValueError", rf"same data.*`number of batches` differs: {text}")
+                for case, text in (
+                    ("lengths_differ", r"4 on ranks \[0\]; 3 on ranks \[1\]"),
+                    ("nothing_for_one", r"4 on ranks \[0\]; 0 on ranks \[1\]"),
+                    ("global_lengths_differ", r"4 on ranks \[0\]; 3 on ranks \[1\]"),
+                )
+            ),
             (
                 "compiled_outside_the_scope",
                 "ValueError",
@@ -83,6 +91,33 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
                 "step_without_run_on_distributed_data",
                 "RuntimeError",
                 "Call the training step by `strategy.run",
+            ),
+            (
+                "data_differ",
+                "InvalidArgumentError",
+                "read different data; all stop before the first step",
+            ),
+            *(
+                (
+                    f"replicas_drift_{strategy}",
+                    "InvalidArgumentError",
+                    rf"drifted apart; all stop.*\[{step}\] \[.*{name}.*\] \[1\]",
+                )
+                for strategy, step, name in (
+                    ("dense", 3, "bias"),
+                    ("dgc", 3, "bias"),
+                    ("averaging", 4, "kernel"),
+                )
+            ),
+            (
+                "check_intervals_differ",
+                "ValueError",
+                r"`TF_DGC_CHECK_STEPS` differs: '3' on ranks \[0\]",
+            ),
+            (
+                "check_interval_is_no_number",
+                "ValueError",
+                "must be a number of steps.*TF_DGC_CHECK_STEPS='often'",
             ),
             ("reduced_and_never_applied", "RuntimeError", "did not apply them"),
             ("changed_after_reduction", "RuntimeError", "changed gradients between"),
@@ -102,6 +137,19 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         for result in found.values():
             self.assertEqual(result.get("error"), error, output)
             self.assertRegex(result["text"], text)
+
+    def test_inputs_may_differ_where_targets_do_not(self) -> None:
+        _, output, status = outcomes("data_are_augmented_on_each")
+        self.assertEqual(status, 0, output)
+
+    def test_numpy_input_is_shuffled_alike_without_a_seed(self) -> None:
+        found, output, status = outcomes("rows_of_numpy_input_without_a_seed")
+        self.assertEqual(status, 0, output)
+        first, second = (found[rank]["seen"][-32:] for rank in range(2))
+        for epoch in (slice(0, 16), slice(16, 32)):
+            rows = first[epoch] + second[epoch]
+            self.assertEqual(sorted(rows), list(range(32)))
+            self.assertNotEqual(rows, sorted(rows))
 
     def test_a_forgotten_scope_is_told_at_the_end(self) -> None:
         _, output, _ = outcomes("scope_forgotten")
@@ -153,8 +201,8 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters("collective", "horovod", "hybrid")
     def test_when_a_worker_is_killed_the_others_end(self, transport: str) -> None:
-        if transport != "collective" and launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        if transport != "collective":
+            launch.skip_without_horovod()
         found, output, status = outcomes(f"peer_killed_{transport}", transport)
         self.assertNotEqual(status, 0, output)
         for result in found.values():
@@ -162,8 +210,8 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters("collective", "horovod", "hybrid")
     def test_when_a_worker_stays_away_the_others_end(self, transport: str) -> None:
-        if transport != "collective" and launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        if transport != "collective":
+            launch.skip_without_horovod()
         found, output, status = outcomes(
             f"peer_absent_{transport}", transport, timeout=12
         )
@@ -176,8 +224,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
 class HybridChoiceTest(tf.test.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        if launch.horovod_missing():
-            self.skipTest(launch.horovod_missing())
+        launch.skip_without_horovod()
 
     def test_asked_for_by_name_it_raises_on_all_where_one_cannot(self) -> None:
         found, output, _ = outcomes("tensorflow_started_hybrid", "hybrid")

@@ -17,6 +17,7 @@ from unittest import mock
 
 import launch
 import pytest
+from launch import finish
 
 SCRIPT = launch.ROOT / "scripts" / "netlab.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -71,17 +72,6 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def finish(process: "subprocess.Popen[str]", timeout: float = 60) -> tuple:
-    """Return exit status, stdout and stderr."""
-    with process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return process.returncode, out, err
-
-
 def left_of(pid: int) -> list[str]:
     """Return what is left of the laboratories of a process."""
     folders = ("/run/netns", "/etc/netns", tempfile.gettempdir())
@@ -127,7 +117,7 @@ class NetworkTest(unittest.TestCase):
     def test_every_link_is_limited_at_both_ends(self) -> None:
         with netlab.Laboratory(2, "80mbit") as lab:
             ends = [(lab.namespace(i), "eth0") for i in range(2)]
-            ends += [(lab._switch, f"port{i + 1}") for i in range(2)]
+            ends += [(lab.switch, f"port{i + 1}") for i in range(2)]
             for namespace, interface in ends:
                 shown = ["tc", "-n", namespace, "-j", "qdisc", "show", "dev", interface]
                 output = subprocess.run(shown, capture_output=True, check=True).stdout
@@ -195,8 +185,7 @@ class NetworkTest(unittest.TestCase):
 
     @needs_lab
     def test_horovodrun(self) -> None:
-        if why := launch.horovod_missing():
-            self.skipTest(why)
+        launch.skip_without_horovod()
         code = """
     import socket, horovod.tensorflow as hvd, tensorflow as tf
     hvd.init()
@@ -404,9 +393,7 @@ class ArgumentsTest(unittest.TestCase):
         lab = netlab.Laboratory(2, "1gbit")
         with self.assertRaisesRegex(ValueError, "Received: launch='mpi'"):
             lab.run(["true"], launch="mpi")
-        configs = [
-            json.loads(e["TF_CONFIG"]) for _, e in lab._lines(["a"], "tf_config")
-        ]
+        configs = [json.loads(e["TF_CONFIG"]) for _, e in lab.lines(["a"], "tf_config")]
         workers = ["10.177.0.1:2222", "10.177.0.2:2222"]
         self.assertEqual([c["cluster"] for c in configs], [{"worker": workers}] * 2)
         self.assertEqual([c["task"]["index"] for c in configs], [0, 1])

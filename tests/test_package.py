@@ -1,12 +1,16 @@
 """Tests of the package as a whole: its surface, its imports, its house rules."""
 
 import ast
+import contextlib
+import importlib.util
 import inspect
 import pathlib
 import pkgutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import keras
@@ -19,10 +23,11 @@ ROOT = pathlib.Path(tf_dgc.__file__).parent
 
 # A module imports from its own tier or from lower ones.
 TIERS = (
-    ("config", "version", "_host", "data", "plots", "state_files"),
+    ("config", "version", "_host", "plots", "rates", "state_files"),
     ("schedules", "layout", "sparsify", "packing"),
     ("dgc", "averaging"),
     (
+        "data",
         "state",
         "transports",
         "transports.base",
@@ -43,11 +48,14 @@ TIERS = (
         "synchronizers.base",
         "synchronizers.compressed",
         "synchronizers.dense",
+        "synchronizers.replicas",
         "synchronizers.rounds",
         "synchronizers.saving",
     ),
     (
+        "advise",
         "extended",
+        "measure",
         "optimizers",
         "seam",
         "strategy",
@@ -283,55 +291,132 @@ class HouseRulesTest(tf.test.TestCase):
 
 
 class HostTest(tf.test.TestCase):
-    def test_the_installed_versions_have_every_private_name(self) -> None:
-        _host.probe()
-
     def test_a_name_that_moved_is_named_with_the_versions(self) -> None:
-        for owner, name, shown in (
-            (
-                _host.device_util,
-                "resolve",
-                "tensorflow.python.distribute.device_util.resolve",
-            ),
-            (
-                _host.global_state,
-                "get_global_attribute",
-                "keras.src.backend.common.global_state.get_global_attribute",
-            ),
-            (
-                keras.optimizers.Optimizer,
-                "_distributed_tf_update_step",
-                "Optimizer._distributed_tf_update_step",
-            ),
-        ):
-            definer = owner
-            if inspect.isclass(owner):
-                definer = next(c for c in owner.__mro__ if name in vars(c))
-            kept = vars(definer)[name]
-            with self.subTest(name):
-                delattr(definer, name)
-                try:
-                    with self.assertRaises(ImportError) as caught:
-                        _host.probe()
-                finally:
-                    setattr(definer, name, kept)
+        for owner, name in _host.wanted():
+            place = getattr(owner, "__name__", type(owner).__name__)
+            with self.subTest(f"{place}.{name}"), contextlib.ExitStack() as stack:
+                for definer, each in places_of(owner, name):
+                    stack.enter_context(without(name, definer, each))
+                with self.assertRaises(ImportError) as caught:
+                    fresh_host()
                 message = str(caught.exception)
-                self.assertIn(f"tf_dgc needs {shown}, which this version", message)
+                self.assertIn(
+                    f"tf_dgc needs {place}.{name}, which this version", message
+                )
                 self.assertIn(f"TensorFlow {tf.__version__}", message)
                 self.assertIn(f"Keras {keras.__version__}", message)
-        _host.probe()
+        fresh_host()
 
-    def test_every_private_module_is_probed(self) -> None:
-        probed = inspect.getsource(_host.probe)
-        for name in ("context", "device_util", "distribute_lib", "distribute_utils"):
-            self.assertIn(name, probed)
+    def test_a_module_that_moved_is_named_with_the_versions(self) -> None:
+        for name in imports(trees()["_host"]):
+            module = name.rpartition(".")[0]
+            if module.startswith(("tensorflow.python", "keras.src")):
+                with (
+                    mock.patch.dict(sys.modules, {module: None}),
+                    self.assertRaisesRegex(ImportError, f"tf_dgc needs {module}, wh"),
+                ):
+                    fresh_host()
 
-    def test_a_strategy_probes_first(self) -> None:
-        with (
-            mock.patch.object(_host, "probe", side_effect=ImportError("moved")),
-            self.assertRaisesRegex(ImportError, "moved"),
-        ):
-            tf_dgc.DenseStrategy(transport="no such transport")
+    def test_every_private_name_is_probed(self) -> None:
+        probed = {name for _, name in _host.wanted()}
+        own = set().union(*(defined(tree) for tree in trees().values()))
+        for module, tree in trees().items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute):
+                    where = f"{module}:{node.lineno}"
+                    if ast.unparse(node.value) in ("os", "sys"):  # documented names
+                        continue
+                    if is_private(node.attr) and node.attr not in probed:
+                        self.assertIn(node.attr, own, where)
+                    if module != "_host" and node.attr in probed - own - PUBLIC:
+                        self.assertEqual(ast.unparse(node.value), "self", where)
+
+    def test_every_hook_that_is_filled_in_is_probed(self) -> None:
+        base = tf.compat.v1.distribute.StrategyExtended
+        for name in vars(tf_dgc.extended.OneReplicaExtended):
+            if is_private(name) and hasattr(base, name):
+                self.assertIn((base, name), _host.wanted(), name)
+
+    def test_every_name_of_a_private_module_is_probed(self) -> None:
+        modules = {
+            name: value
+            for name, value in vars(_host).items()
+            if inspect.ismodule(value)
+        }
+        probed = {(id(owner), name) for owner, name in _host.wanted()}
+        for node in ast.walk(trees()["_host"]):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = modules.get(node.value.id)
+                if module in (None, tf, keras, context_itself(node)):
+                    continue
+                if module.__name__ in sys.stdlib_module_names:
+                    continue
+                self.assertIn((id(module), node.attr), probed, ast.unparse(node))
+
+
+# Names that are probed because of who has them, and are common elsewhere.
+PUBLIC = {"FuncGraph", "resolve", "global_seed", "caller", "value_container"}
+
+
+def context_itself(node: ast.Attribute) -> Any:
+    """Return the module of the context where the node is the call that returns it."""
+    return _host.context if node.attr == "context" else None
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Return what a module defines itself: functions, classes, fields, attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "other"):
+                found.add(node.attr)
+    return found | set(NAMED_TUPLE)
+
+
+NAMED_TUPLE = ("_asdict", "_fields", "_make", "_replace")
+
+
+def places_of(owner: Any, name: str) -> list[tuple[Any, str]]:
+    """Return where a name is defined, or what sets it."""
+    if not hasattr(owner, name):
+        return _host.setters_of(owner, name)
+    if inspect.ismodule(owner) or name in vars(owner):
+        return [(owner, name)]
+    mro = owner.__mro__ if inspect.isclass(owner) else type(owner).__mro__
+    return [(each, name) for each in mro if name in vars(each)]
+
+
+@contextlib.contextmanager
+def without(name: str, owner: Any, place: str) -> Iterator[None]:
+    """Remove what has the name, or let a method set something else."""
+    kept = vars(owner)[place]
+    delattr(owner, place)
+    if place != name:
+        function = inspect.unwrap(kept)
+        names = [n.replace(name, "moved") for n in function.__code__.co_names]
+        code = function.__code__.replace(co_names=tuple(names))
+        moved = types.FunctionType(
+            code, function.__globals__, closure=function.__closure__
+        )
+        setattr(owner, place, moved)
+    try:
+        yield
+    finally:
+        setattr(owner, place, kept)
+
+
+def fresh_host() -> None:
+    """Import the module once more, under another name."""
+    spec = importlib.util.spec_from_file_location("fresh_host", _host.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 if __name__ == "__main__":

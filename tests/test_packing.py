@@ -43,7 +43,6 @@ def packed(form: Format, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         tf.constant(0),
         checksum=-7,
         step=tf.constant(3, tf.int64),
-        nonfinite=tf.constant(0, tf.int32),
     )
 
 
@@ -150,16 +149,14 @@ class MessageTest(tf.test.TestCase):
             tf.constant(-9),
             checksum=-123456,
             step=tf.constant(2**31 + 17, tf.int64),
-            nonfinite=tf.constant(3, tf.int32),
         )
         header = packing.unpack(form, message)[0]
-        self.assertEqual([int(word) for word in header], message[:6].numpy().tolist())
+        self.assertEqual([int(word) for word in header], message[:5].numpy().tolist())
         self.assertEqual(int(header.format), packing.FORMAT)
         self.assertEqual(int(header.exponent), -9)
         self.assertEqual(int(header.checksum), -123456)
         self.assertEqual(int(header.step), 17)
         self.assertEqual(int(header.count), 2)
-        self.assertEqual(int(header.nonfinite), 3)
 
     def test_without_slots_is_a_mere_header(self) -> None:
         for dtype in DTYPES:
@@ -195,7 +192,7 @@ class MessageTest(tf.test.TestCase):
     ) -> None:
         count = data.draw(st.integers(0, form.slots), label="count")
         positions, values = selection(form, count, 1)
-        body = packed(form, positions, values).numpy()[6:].tobytes()
+        body = packed(form, positions, values).numpy()[packing.HEADER_WORDS :].tobytes()
         value_bytes, low_bytes, _ = form.body_bytes
         width, low_width = form.value_dtype.size, form.low_bits // 8
         self.assertEqual(body[count * width : value_bytes].strip(b"\0"), b"")
@@ -216,7 +213,7 @@ class MessageTest(tf.test.TestCase):
             + (high_bits + 7) // 8
         )
         self.assertEqual(sum(form.body_bytes), (least + 3) // 4 * 4)
-        self.assertEqual(form.bytes, 24 + sum(form.body_bytes))
+        self.assertEqual(form.bytes, 20 + sum(form.body_bytes))
         self.assertEqual(form.bytes, 4 * form.words)
         self.assertEqual(
             packed(form, *selection(form, 0, 0)).numpy().nbytes, form.bytes

@@ -165,6 +165,8 @@ class CheckAddressTest(tf.test.TestCase):
             "a:\u0661",
             "a..b:1",
             "x" * 64 + ".org:1",
+            "x." * 200 + "org:1",
+            "[" + ":" * 300 + "]:1",
         ):
             with (
                 self.subTest(address),
@@ -276,6 +278,8 @@ class Store(http.server.BaseHTTPRequestHandler):
         content = self.server.items.get(self.path)
         status = self.server.failing or (404 if content is None else 200)
         self.send_response(status)
+        if status == 302:
+            self.send_header("Location", self.path.replace("tf_dgc", "elsewhere"))
         self.end_headers()
         if status == 200:
             self.wfile.write(content)
@@ -378,6 +382,26 @@ class ExchangeAddressesTest(tf.test.TestCase):
                 ) as caught:
                     rendezvous.exchange_addresses(0, 2, "", 5.0)
                 self.assertLess(len(str(caught.exception)), 500)
+
+    def test_an_obstacle_is_shown_as_text_of_bounded_length(self) -> None:
+        self.server.items["/tf_dgc/1"] = b"!" + b"\x1b[2J\n" * 3000
+        with self.assertRaises(NoHybridTransport) as caught:
+            rendezvous.exchange_addresses(0, 2, "", 5.0)
+        self.assertLess(len(str(caught.exception)), 500)
+        self.assertTrue(str(caught.exception).isprintable())
+
+    def test_an_address_that_two_workers_tell_is_refused(self) -> None:
+        self.server.items |= {f"/tf_dgc/{rank}": b"host:1" for rank in (1, 2)}
+        with self.assertRaisesRegex(
+            ValueError, "The rendezvous store names an address twice. Received: "
+        ):
+            rendezvous.exchange_addresses(0, 3, "", 5.0)
+
+    def test_a_store_that_sends_elsewhere_is_not_followed(self) -> None:
+        self.server.items["/elsewhere/0"] = b"host:1"
+        self.server.failing = 302
+        with self.assertRaisesRegex(OSError, "302"):
+            rendezvous.exchange_addresses(0, 1, "", 5.0)
 
     def test_a_store_that_fails_is_an_error_at_once(self) -> None:
         self.server.failing = 500

@@ -12,6 +12,7 @@ import time
 import unittest
 
 import pytest
+from launch import finish
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "run_local.py"
 
@@ -30,19 +31,6 @@ def start(
         # Shells ignore SIGINT in what they start in the background, as these tests.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-
-def finish(
-    process: "subprocess.Popen[str]", timeout: float = 30
-) -> tuple[int, str, str]:
-    """Returns exit status, stdout and stderr of `process`."""
-    with process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return process.returncode, out, err
 
 
 def run(workers: int, code: str, *options: str) -> tuple[int, str, str]:

@@ -103,7 +103,8 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             found = []
             for step in range(steps):
                 own = gradients_of(transport.rank, step)
-                found.append(synchronizer.exchange(OWNER, own, variables, momentum))
+                each = synchronizer.exchange(OWNER, own, variables, momentum)
+                found.append((each.gradients, each.compressed))
             (arena,) = synchronizer.arenas.values()
             return [found, arena.state.residual.numpy(), synchronizer.stats(True)]
 
@@ -119,9 +120,9 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
                 )
             ]
             found = synchronizer.exchange(OWNER, stacked, variables, momentum)
-            other = expected[0][0][step]
-            self.assertEqual(found.compressed, other.compressed)
-            for one, two in zip(found.gradients, other.gradients, strict=True):
+            gradients, compressed = expected[0][0][step]
+            self.assertEqual(found.compressed, compressed)
+            for one, two in zip(found.gradients, gradients, strict=True):
                 self.assertAllEqual(one, two, msg=f"step {step}")
         (arena,) = synchronizer.arenas.values()
         self.assertAllEqual(arena.state.residual, [r for _, r, _ in expected])

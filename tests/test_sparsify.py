@@ -40,7 +40,7 @@ def normal(layout: Layout, seed: int, scales: list[float] | None = None) -> list
 def select(
     arena: tf.Tensor, layout: Layout, threshold: tf.Tensor, slots: int
 ) -> tf.Tensor:
-    return sparsify.select(arena, layout, threshold, slots, STEP)
+    return sparsify.select(arena, sparsify.peaks(arena), layout, threshold, slots, STEP)
 
 
 def selected(
@@ -322,63 +322,37 @@ class SampledThresholdsTest(tf.test.TestCase):
         @tf.function
         def positions(step: tf.Tensor) -> tf.Tensor:
             threshold = sparsify.thresholds(arena, layout, 0.99, 0.01, step)
-            return sparsify.select(arena, layout, threshold, slots, step)
+            peaks = sparsify.peaks(arena)
+            return sparsify.select(arena, peaks, layout, threshold, slots, step)
 
         for number in range(3):
             step = tf.constant(number, tf.int64)
             threshold = sparsify.thresholds(arena, layout, 0.99, 0.01, step)
-            expected = sparsify.select(arena, layout, threshold, slots, step)
+            peaks = sparsify.peaks(arena)
+            expected = sparsify.select(arena, peaks, layout, threshold, slots, step)
             self.assertAllEqual(positions(step), expected)
 
 
-class ScatterSumTest(tf.test.TestCase):
-    @staticmethod
-    def selections(size: int, workers: int, seed: int) -> tuple[list, list]:
-        random = np.random.default_rng(seed)
-        positions, values = [], []
-        for _ in range(workers):
-            count = random.integers(0, size + 1)
-            positions.append(random.permutation(size)[:count].astype(np.int64))
-            scale = 10.0 ** random.integers(-4, 5, size=count)
-            values.append((random.normal(size=count) * scale).astype(np.float32))
-        return positions, values
-
-    @settings(steady, max_examples=50)
-    @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 2**31))
-    def test_adds_worker_after_worker_in_the_order_of_rank(
-        self, size: int, workers: int, seed: int
-    ) -> None:
-        positions, values = self.selections(size, workers, seed)
-        expected = np.zeros(size, np.float32)
-        for where, what in zip(positions, values, strict=True):
-            expected[where] += what
-        found = sparsify.scatter_sum(
-            [tf.constant(p) for p in positions],
-            [tf.constant(v) for v in values],
-            size,
-        )
-        self.assertEqual(found.dtype, tf.float32)
-        self.assertEqual(found.numpy().tobytes(), expected.tobytes())
-
-    @settings(steady, max_examples=30)
-    @given(st.integers(1, 300), st.integers(1, 5), st.integers(0, 2**31))
-    def test_the_order_within_a_selection_does_not_matter(
-        self, size: int, workers: int, seed: int
+class PeaksTest(tf.test.TestCase):
+    @settings(steady, max_examples=20)
+    @given(st.integers(1, 5), st.integers(0, 2**31), st.sampled_from([(), (3,)]))
+    def test_are_the_largest_magnitudes_of_their_lanes(
+        self, blocks: int, seed: int, axes: tuple[int, ...]
     ) -> None:
         random = np.random.default_rng(seed)
-        positions, values = self.selections(size, workers, seed)
-        shuffles = [random.permutation(len(p)) for p in positions]
-        sums = [
-            sparsify.scatter_sum(
-                [tf.constant(p[s]) for p, s in zip(positions, orders, strict=True)],
-                [tf.constant(v[s]) for v, s in zip(values, orders, strict=True)],
-                size,
-            )
-            .numpy()
-            .tobytes()
-            for orders in (shuffles, [np.arange(len(p)) for p in positions])
-        ]
-        self.assertEqual(sums[0], sums[1])
+        shape = (*axes, blocks * layout_lib.BLOCK)
+        arena = random.normal(size=shape) * 10.0 ** random.integers(-42, 38, shape)
+        arena = arena.astype(np.float32)
+        rows = np.abs(arena).reshape(*axes, blocks, -1, sparsify.LANES)
+        expected = rows.max(axis=-2)
+        self.assertAllEqual(sparsify.peaks(tf.constant(arena)), expected)
+
+    def test_what_is_not_finite_comes_last(self) -> None:
+        arena = np.zeros(2 * layout_lib.BLOCK, np.float32)
+        arena[[3, 3 + sparsify.LANES, 131]] = np.nan, -np.inf, -np.inf
+        found = sparsify.peaks(tf.constant(arena)).numpy()
+        self.assertTrue(np.isnan(found[0, 3]))
+        self.assertEqual(found[1, 3], np.inf)
 
 
 if __name__ == "__main__":

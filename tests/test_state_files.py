@@ -122,6 +122,8 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
         ("world_size", "2", "field 'world_size' must be"),
         ("save", -1, "field 'save' must be"),
         ("save", True, "field 'save' must be"),
+        ("save", 2**31, "field 'save' must be an integer of at least 0, below 2"),
+        ("world_size", 2**31, "field 'world_size' must be"),
         ("accounts", 3, "not a manifest of tf_dgc"),
         ("accounts", [{}], "field 'variables' is missing"),
         ("accounts", [{"variables": [], "arrays": {}}], "field 'step' is missing"),
@@ -129,6 +131,22 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
             "accounts",
             [{"variables": [], "arrays": {"u": ["x"]}, "step": 0}],
             "not a manifest of tf_dgc",
+        ),
+        *(
+            (
+                "accounts",
+                [ACCOUNTS[0] | {field: wrong}],
+                "not a manifest of tf_dgc, or damaged: no account of an optimizer",
+            )
+            for field, wrong in (
+                ("variables", "float32 (3, 2)"),
+                ("variables", [1]),
+                ("arrays", {"residual": [-1]}),
+                ("arrays", {"residual": [True]}),
+                ("arrays", {"residual": "12"}),
+                ("step", 2**63),
+                ("step", float("inf")),
+            )
         ),
     )
     def test_the_field_that_is_wrong_is_named(
@@ -194,12 +212,15 @@ class StateFilesTest(parameterized.TestCase, tf.test.TestCase):
         hostile = np.array([Hostile()] * 128, object)
         text = np.frombuffer(json.dumps(self.manifest).encode(), np.uint8)
         arrays = arrays_of(1) | {"0.residual": hostile, "manifest": text}
-        for write in (
-            lambda: np.savez(self.file, **arrays),
-            lambda: self.file.write_bytes(pickle.dumps(Hostile())),
+        for write, message in (
+            (lambda: np.savez(self.file, **arrays), "must be numbers of shape"),
+            (
+                lambda: self.file.write_bytes(pickle.dumps(Hostile())),
+                "not a file of state, or damaged",
+            ),
         ):
             write()
-            with self.assertRaisesRegex(ValueError, "not a file of state, or damaged"):
+            with self.assertRaisesRegex(ValueError, message):
                 self.read()
         self.assertFalse(touched.exists())
 

@@ -622,6 +622,16 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
 
         run_workers(3, work)
 
+    def test_a_step_that_is_left_out_sends_no_message(self) -> None:
+        def work(transport: Loopback) -> list[str]:
+            config = settings_of(nonfinite="skip")
+            synchronizer = DeepGradientCompression(transport, config)
+            bad = tf.fill([8, 16], np.nan if transport.rank else 1.0)
+            synchronizer.exchange(OWNER, [bad], variables_of((8, 16)), MOMENTUM)
+            return [s.name for s in transport.sent if "agree" not in s.name]
+
+        self.assertEqual(run_workers(2, work), [["optimizer0.dense"]] * 2)
+
     def test_raise_names_rank_step_and_variable_on_all_workers(self) -> None:
         states: list[Any] = [None] * 3
 
@@ -729,7 +739,7 @@ class StatsTest(tf.test.TestCase):
         )
         synchronizer.exchange(OWNER, [tf.ones([5, 3])], variables_of((5, 3)))
         stats = synchronizer.stats()
-        self.assertEqual(int(stats.sent_bytes), 24 + 4 * 128)
+        self.assertEqual(int(stats.sent_bytes), 20 + 4 + 4 * 128)  # header, flag, arena
         self.assertEqual(int(stats.dense_bytes), 60)
         self.assertEqual(int(stats.sent_elements), 15)
 

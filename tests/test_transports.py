@@ -40,8 +40,8 @@ class Contract(parameterized.TestCase, tf.test.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
-        if cls.transport != "collective" and launch.horovod_missing():
-            raise cls.skipTest(cls(), launch.horovod_missing())
+        if cls.transport != "collective":
+            launch.skip_without_horovod()
         cls.found = launch.results_of(
             str(launch.ROOT / "tests" / "contract.py"),
             *("--transport", cls.transport),

@@ -2,10 +2,16 @@
 
 Each function says where the name lives, since when it has been as it is used here, and
 why no public name does. TFD is tensorflow/python/distribute, KB is
-keras/src/backend. Seen in TensorFlow 2.18 to 2.21 and Keras 3.5 to 3.15.
+keras/src/backend. Seen in TensorFlow 2.18 to 2.21 and Keras 3.10 to 3.15.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dis
+import inspect
+import signal
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -27,23 +33,43 @@ try:
         values,
     )
     from tensorflow.python.eager import context
+    from tensorflow.python.ops import resource_variable_ops
 except ImportError as error:
     raise ImportError(
         _HINT.format(name=error.name, tf=tf.__version__, keras=keras.__version__)
     ) from error
 
 
-def probe() -> None:
-    """Check that every private name is where it is expected.
+# Hooks of StrategyExtended that `extended.py` fills in, or calls.
+_HOOKS = (
+    "_batch_reduce_to",
+    "_broadcast_to",
+    "_call_for_each_replica",
+    "_container_strategy",
+    "_create_variable",
+    "_default_device",
+    "_distribute_datasets_from_function",
+    "_experimental_distribute_dataset",
+    "_experimental_distribute_values_from_function",
+    "_gather_to_implementation",
+    "_in_multi_worker_mode",
+    "_local_results",
+    "_num_replicas_in_sync",
+    "_reduce_to",
+    "_update",
+    "_update_non_slot",
+    "_validate_colocate_with_variable",
+)
 
-    Raises:
-        ImportError: one has moved; names it and the installed versions.
-    """
-    wanted: list[tuple[Any, str]] = [
+
+def wanted() -> list[tuple[Any, str]]:
+    """Return every private name, with the object or class that must have it."""
+    return [
         (context.context(), "_initialized"),
         (context.context(), "abort_collective_ops"),
         (context.context(), "configure_coordination_service"),
         (context.context(), "get_config_key_value"),
+        (context.context(), "report_error_to_cluster"),
         (context.context(), "set_config_key_value"),
         (context, "coordination_config_pb2"),
         (context, "global_seed"),
@@ -61,17 +87,67 @@ def probe() -> None:
         (input_lib, "InputWorkers"),
         (input_lib, "_create_distributed_tensor_spec"),
         (values, "SyncOnReadVariable"),
-        (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
+        (values, "DistributedValues"),
+        (getattr(values, "DistributedValues", None), "_values"),
+        (tf.__internal__, "FuncGraph"),
+        *((tf.compat.v1.distribute.StrategyExtended, name) for name in _HOOKS),
+        (resource_variable_ops, "BaseResourceVariable"),
+        (
+            getattr(resource_variable_ops, "BaseResourceVariable", None),
+            "_distribute_strategy",
+        ),
+        (keras.name_scope, "caller"),
+        (keras.Model, "_initial_epoch"),
+        # Where it is, metrics are summed over workers when they are read, and `fit`
+        # hands bound methods to `Strategy.run`.
+        (keras.Variable, "synchronization"),
         (keras.optimizers.Optimizer, "_backend_update_step"),
+        (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
+        (keras.optimizers.Optimizer, "_distribution_strategy"),
+        (keras.optimizers.Optimizer, "_learning_rate"),
+        (keras.optimizers.Optimizer, "_model_variables_moving_average"),
+        (keras.optimizers.Optimizer, "_trainable_variables"),
     ]
-    for owner, name in wanted:
-        if not hasattr(owner, name):
+
+
+def probe() -> None:
+    """Check that every private name is where it is expected.
+
+    Raises:
+        ImportError: one has moved; names it and the installed versions.
+    """
+    for owner, name in wanted():
+        if not hasattr(owner, name) and not setters_of(owner, name):
             place = getattr(owner, "__name__", type(owner).__name__)
             raise ImportError(
                 _HINT.format(
                     name=f"{place}.{name}", tf=tf.__version__, keras=keras.__version__
                 )
             )
+
+
+def setters_of(owner: Any, name: str) -> list[tuple[type, str]]:
+    """Return the methods of a class that set an attribute of its instances.
+
+    To make an instance may start TensorFlow, which must not start before a strategy.
+    """
+    return [
+        (each, method)
+        for each in (owner.__mro__ if inspect.isclass(owner) else ())
+        for method, function in vars(each).items()
+        if inspect.isfunction(function)
+        and _sets(inspect.unwrap(function).__code__, name)
+    ]
+
+
+def _sets(code: types.CodeType, name: str) -> bool:
+    return name in code.co_names and any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        for instruction in dis.get_instructions(code)
+    )
+
+
+probe()
 
 
 def tensorflow_has_started() -> bool:
@@ -99,6 +175,32 @@ def configure_coordination(workers: int, timeout: float) -> None:
         cluster_register_timeout_in_ms=int(timeout * 1000),
         coordinated_jobs=[job],
     )
+
+
+@contextlib.contextmanager
+def kept_sigterm() -> Iterator[None]:
+    """Leave alone what SIGTERM does, while TensorFlow's collectives are set up.
+
+    tsl/distributed_runtime/preemption/preemption_notifier.cc catches the signal, to
+    tell those who save before they are preempted. There are none here, and a process
+    would never end by it. Outside of the main thread nothing can be done.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def report_failure(message: str) -> None:
+    """Make the collectives of all workers fail with a message.
+
+    tensorflow/python/eager/context.py: Context.report_error_to_cluster.
+
+    Raises:
+        tf.errors.OpError: TensorFlow's coordination service is gone.
+    """
+    code = tf.errors.AbortedError(None, None, message).error_code
+    context.context().report_error_to_cluster(code, message)
 
 
 def publish(key: str) -> None:
@@ -329,8 +431,24 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
     keras/src/trainers/trainer.py: Trainer._initial_epoch.
     """
-    if not hasattr(model, "_initial_epoch"):
-        name = "Model._initial_epoch"
-        versions = {"tf": tf.__version__, "keras": keras.__version__}
-        raise ImportError(_HINT.format(name=name, **versions))
     model._initial_epoch = epoch
+
+
+def components_of(value: Any) -> tuple[Any, ...] | None:
+    """Return the components of a distributed value; None of anything else.
+
+    TFD/values.py: DistributedValues._values.
+    """
+    is_distributed = isinstance(value, tf.distribute.DistributedValues)
+    return tuple(value._values) if is_distributed else None
+
+
+def outermost_function_graph() -> Any:
+    """Return the graph of the function that is traced, not of a branch within it.
+
+    tensorflow/python/framework/func_graph.py: FuncGraph, which tf.__internal__ exports.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    while type(graph) is not tf.__internal__.FuncGraph:
+        graph = graph.outer_graph
+    return graph

@@ -51,6 +51,22 @@ def read(gathered: tf.Tensor) -> Header:
     return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
 
 
+def damaged(headers: Header, parameters: int) -> tf.Tensor:
+    """Tell which workers' headers no worker writes: shape [N], bool.
+
+    Args:
+        headers: of all workers.
+        parameters: how many a worker has.
+    """
+    most = {"done": 1.0, "nonfinite": float(parameters)}
+    wrong = [
+        ~((field >= 0.0) & (field <= most.get(name, 2.0**53)) & (field % 1.0 == 0.0))
+        for name, field in headers._asdict().items()
+        if name != "loss"  # which may be anything
+    ]
+    return tf.reduce_any(tf.stack(wrong), axis=0)
+
+
 def count(moved: tf.Tensor) -> tf.Tensor:
     """Return over how many workers the mean is, at least 1: shape [], float64."""
     return tf.maximum(tf.reduce_sum(tf.cast(moved > 0, tf.float64)), 1.0)

@@ -101,6 +101,11 @@ class ParameterAveragingStrategy(BaseStrategy):
         """Return how many rounds there were, and what the last one found."""
         return self._averaging.round_stats()
 
+    @property
+    def waits_for_others(self) -> bool:
+        """True: it takes part in their rounds, though not in synchronous steps."""
+        return self._averaging.config.synchronous_steps == 0
+
     def settle(self) -> None:
         """Hold a round of what was trained since the last one."""
         self._settle(resumed=False)

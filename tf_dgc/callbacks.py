@@ -142,9 +142,10 @@ class BackupState(keras.callbacks.Callback):
             weights, seeds = self._files(folder, strategy.rank % saved)
             self.model.load_weights(weights)
             if strategy.rank < saved:  # a worker that is new draws numbers of its own
-                with np.load(seeds, allow_pickle=False) as file:
-                    for name, variable in self._seeds().items():
-                        variable.assign(file[name])
+                own = self._seeds()
+                shapes = {name: v.shape.as_list() for name, v in own.items()}
+                for name, array in state_files.read_arrays(seeds, shapes).items():
+                    own[name].assign(array)
 
         saving.together(strategy.transport, f"success in reading {folder}", read)
         strategy.restore_state(folder, self.model)

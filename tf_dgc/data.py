@@ -4,10 +4,76 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_dgc.transports.base import Transport
+
 _Policy = tf.data.experimental.AutoShardPolicy
 
 
-def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+class FirstTargets:
+    """Tells whether workers read the same batches, by the targets of the first.
+
+    Only targets are looked at: random augmentation may make the inputs of each worker
+    other ones.
+
+    Attributes:
+        mark: shape [], int64, of the first targets; 0 before there were any.
+        compared: shape [], bool, whether the workers have compared their marks.
+    """
+
+    def __init__(self) -> None:
+        """Create the variables, outside of any graph."""
+        own = tf.VariableSynchronization.NONE  # each worker's
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.mark = tf.Variable(
+                tf.zeros([], tf.int64), trainable=False, synchronization=own
+            )
+            self.compared = tf.Variable(False, trainable=False, synchronization=own)
+
+    def take(self, element: tuple[Any, ...]) -> None:
+        """Look at a batch; `element` is (inputs, targets, ...), or has no targets."""
+        if len(element) < 2:
+            return
+        flat = tf.nest.flatten(element[1], expand_composites=True)
+        parts = [part for part in flat if part is not None]
+
+        def note() -> None:
+            texts = [tf.io.serialize_tensor(part) for part in parts]
+            hashes = tf.strings.to_hash_bucket_fast(tf.stack(texts), 2**31 - 1)
+            weights = tf.range(1, 2 * len(parts), 2, tf.int64)
+            self.mark.assign(1 + tf.reduce_sum(hashes * weights))
+
+        if parts:
+            tf.cond(self.mark == 0, note, lambda: None)
+
+    def compare(self, transport: Transport) -> None:
+        """Compare what was read before the first step with that of other workers.
+
+        Raises:
+            tf.errors.InvalidArgumentError: it differs; on all workers.
+        """
+
+        def gather() -> None:
+            found = transport.all_gather(self.mark.read_value(), "first_targets")
+            self.compared.assign(True)
+            tf.debugging.Assert(
+                tf.reduce_all(found == found[0]),
+                [
+                    "The workers read different data; all stop before the first step. "
+                    "All must read the same batches, of which each takes its rows: "
+                    "shuffle with a seed (keras.utils.set_random_seed), or, where "
+                    "data are each worker's own, say so by AutoShardPolicy.OFF. "
+                    "Checksums of the first targets, by rank:",
+                    found,
+                ],
+                summarize=-1,
+            )
+
+        tf.cond(self.compared, lambda: None, gather)
+
+
+def share_of(
+    dataset: tf.data.Dataset, rank: int, size: int, first: FirstTargets | None = None
+) -> tf.data.Dataset:
     """Split every global batch over the workers, in the order of rank.
 
     All workers read the same batches and take their own rows of each, so all take the
@@ -26,6 +92,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
             along the first axis.
         rank: of this worker.
         size: N.
+        first: takes the first batch, where all workers read the same.
 
     Raises:
         ValueError: the dataset is not batched, or asks to be sharded by file.
@@ -51,6 +118,8 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     spec = dataset.element_spec
 
     def own_rows(*element: Any) -> Any:
+        if first is not None:
+            first.take(element)
         return rows_of(spec, element, rank, size)
 
     def all_rows(*element: Any) -> tf.data.Dataset:

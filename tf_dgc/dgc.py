@@ -65,22 +65,33 @@ def first_nonfinite(
         0, or the index + 1 of the first gradient that is not finite, or that after the
         last one for the learning rate, shape [], int32.
     """
-    bad = [tf.reduce_any(~tf.math.is_finite(_values(g))) for g in gradients]
+    parts = [_values(gradient) for gradient in gradients]
     if momentum is not None:
-        rate = tf.cast(momentum.learning_rate, tf.float32)
-        bad.append(~tf.math.is_finite(rate))
-    if not bad:
+        parts.append(tf.cast(momentum.learning_rate, tf.float32))
+    if not parts:
         return tf.zeros([], tf.int32)
-    first = tf.argmax(tf.cast(tf.stack(bad), tf.int32), output_type=tf.int32) + 1
-    return tf.where(tf.reduce_any(bad), first, 0)
+
+    def search() -> tf.Tensor:
+        bad = tf.stack([tf.reduce_any(~tf.math.is_finite(part)) for part in parts])
+        first = tf.argmax(tf.cast(bad, tf.int32), output_type=tf.int32) + 1
+        return tf.where(tf.reduce_any(bad), first, 0)
+
+    # One pass of reading; only what overflows is looked at more closely.
+    finite = tf.math.is_finite(_half_square(parts))
+    return tf.cond(finite, lambda: tf.zeros([], tf.int32), search)
 
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def clip(gradients: Sequence[Any], clip_norm: float, workers: int) -> list[Any]:
-    """Clip local gradients over the norm of all of them together.
+def _half_square(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return half the sum of all squares, in float32, where it may overflow."""
+    return tf.add_n([tf.nn.l2_loss(tf.cast(part, tf.float32)) for part in tensors])
+
+
+def clip_scale(gradients: Sequence[Any], clip_norm: float, workers: int) -> tf.Tensor:
+    """Return what clips local gradients, by the norm of all of them together.
 
     The exponent -1/2 belongs to gradients that are already divided by the number of
     workers, as Keras does with the loss: their sum is the mean gradient.
@@ -91,26 +102,30 @@ def clip(gradients: Sequence[Any], clip_norm: float, workers: int) -> list[Any]:
         workers: N.
 
     Returns:
-        The gradients, scaled where their norm exceeds `clip_norm * N**-0.5`.
+        The factor that brings their norm down to `clip_norm * N**-0.5`, or 1; shape [],
+        float32.
     """
     if not gradients:
-        return []
-    # In float64, where the squares of float32 do not overflow; dense, as the rows of
-    # IndexedSlices may repeat themselves.
+        return tf.ones([])
+    # Dense, as the rows of IndexedSlices may repeat themselves.
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-    norm = tf.linalg.global_norm([tf.cast(gradient, tf.float64) for gradient in dense])
+    half = _half_square(dense)
+    norm = tf.cond(
+        tf.math.is_finite(half),
+        lambda: tf.sqrt(2.0 * tf.cast(half, tf.float64)),
+        # The squares of float32 do not overflow in float64.
+        lambda: tf.linalg.global_norm([tf.cast(part, tf.float64) for part in dense]),
+    )
     limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
-    scale = limit / tf.maximum(norm, limit)
-    return [
-        tf.nest.map_structure(
-            lambda part: (
-                part * tf.cast(scale, part.dtype) if part.dtype.is_floating else part
-            ),
-            gradient,
-            expand_composites=True,
-        )
-        for gradient in gradients
-    ]
+    return tf.cast(limit / tf.maximum(norm, limit), tf.float32)
+
+
+def scaled(gradient: Any, scale: tf.Tensor) -> Any:
+    """Multiply a tensor, or the values of IndexedSlices."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = scaled(gradient.values, scale)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(scale, gradient.dtype)
 
 
 def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> State:
@@ -138,12 +153,18 @@ def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> 
 
 
 def select(
-    state: State, layout: Layout, sparsity: float, config: DGCConfig, step: tf.Tensor
+    residual: tf.Tensor,
+    peaks: tf.Tensor,
+    layout: Layout,
+    sparsity: float,
+    config: DGCConfig,
+    step: tf.Tensor,
 ) -> Selection:
     """Select what to send of the residual.
 
     Args:
-        state: u and v after `accumulate`.
+        residual: v after `accumulate`.
+        peaks: `sparsify.peaks` of it.
         layout: of the arena.
         sparsity: of the present stage; 0 selects everything.
         config: `sample_fraction` and `value_dtype` count.
@@ -155,15 +176,16 @@ def select(
     """
     slots = sum(sparsify.slots_per_segment(layout, sparsity))
     threshold = sparsify.thresholds(
-        state.residual, layout, sparsity, config.sample_fraction, step
+        residual, layout, sparsity, config.sample_fraction, step
     )
-    positions = sparsify.select(state.residual, layout, threshold, slots, step)
-    values = tf.gather(state.residual, positions)
+    positions = sparsify.select(residual, peaks, layout, threshold, slots, step)
+    values = tf.gather(residual, positions)
     value_dtype, exponent = tf.as_dtype(config.value_dtype), tf.zeros([], tf.int32)
     if value_dtype == tf.float16:
         largest = tf.maximum(tf.reduce_max(tf.abs(values)), sparsify.SMALLEST)
         binade = tf.cast(tf.floor(tf.math.log(largest) / math.log(2)), tf.int32)
-        exponent = tf.clip_by_value(14 - binade, -126, 126)
+        most = packing.MAX_EXPONENT
+        exponent = tf.clip_by_value(14 - binade, -most, most)
         values *= packing.power_of_two(exponent)
     if value_dtype != tf.float32:
         limit = float(value_dtype.max)
@@ -196,71 +218,33 @@ def message_format(
 
 
 def send(
-    state: State,
-    nonfinite: tf.Tensor,
+    residual: tf.Tensor,
+    peaks: tf.Tensor,
     *,
     form: packing.Format,
     layout: Layout,
     sparsity: float,
     config: DGCConfig,
     step: tf.Tensor,
-) -> tuple[tf.Tensor, State]:
-    """Write this worker's message of a step, and take what is in it out of the state.
+) -> tf.Tensor:
+    """Write this worker's message of a step.
 
     Args:
-        state: u and v after `accumulate`.
-        nonfinite: what `first_nonfinite` found.
+        residual: v after `accumulate`.
+        peaks: `sparsify.peaks` of it.
         form: what `message_format` chose; without slots, the residual goes densely.
         layout: of the arena.
         sparsity: of the present stage.
-        config: what `select` takes, and `momentum_masking`.
+        config: what `select` takes.
         step: shape [], int64.
 
     Returns:
-        The message, shape [form.words], int32, and the state with sent + kept =
-        accumulated.
+        The message, shape [form.words], int32.
     """
-    masking = config.momentum_masking
     if form.slots:
-        selection = select(state, layout, sparsity, config, step)
-        after = keep(state, selection, masking)
+        selection = select(residual, peaks, layout, sparsity, config, step)
     else:
         nothing = tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
         selection = Selection(*nothing, tf.zeros([], tf.int32))
-        # A stage that only runs dense because that is cheaper keeps its momentum.
-        after = keep_nothing(state, masking and sparsity == 0)
     checksum = layout_lib.checksum(layout)
-    message = packing.pack(
-        form, *selection, checksum=checksum, step=step, nonfinite=nonfinite
-    )
-    return message, after
-
-
-def keep(state: State, selection: Selection, masking: bool) -> State:
-    """Take what was sent out of the state.
-
-    Args:
-        state: u and v after `accumulate`.
-        selection: what was sent.
-        masking: momentum factor masking; clears u where something was sent.
-
-    Returns:
-        The state with sent + kept = accumulated.
-    """
-    u, v = state
-    where = selection.positions[:, tf.newaxis]
-    sent = packing.decoded(selection.values, selection.exponent)
-    v = tf.tensor_scatter_nd_sub(v, where, sent)
-    if masking and u is not None:
-        u = tf.tensor_scatter_nd_update(
-            u, where, tf.zeros_like(selection.positions, tf.float32)
-        )
-    return State(u, v)
-
-
-def keep_nothing(state: State, masking: bool) -> State:
-    """Return the state after a step that sent the whole residual densely."""
-    u, v = state
-    if masking and u is not None:
-        u = tf.zeros_like(u)
-    return State(u, tf.zeros_like(v))
+    return packing.pack(form, *selection, checksum=checksum, step=step)

@@ -28,6 +28,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     Attributes:
         used: whether a variable was made in the strategy's scope.
         exchanged: whether the gradients that are applied now are those of all workers.
+        first_targets: of the batches that are split over the workers.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self.experimental_enable_get_next_as_optional = False
         self.used = False
         self.exchanged = False
+        self.first_targets = data.FirstTargets()
         self._statistics: list[weakref.ref[Any]] = []
 
     # Variables.
@@ -154,9 +156,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         return _host.value_container(value)
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
-        if isinstance(value, tf.distribute.DistributedValues):
-            return value._values
-        return (value,)
+        return _host.components_of(value) or (value,)
 
     def warn_if_unused(self) -> None:
         """Warn, at the end of the process, where nothing was made in the scope."""
@@ -183,14 +183,30 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         size = self._transport.size
         return tf.distribute.InputContext(size, self._transport.rank, size)
 
+    def _agree_on_length(self, dataset: Any) -> None:
+        """Refuse datasets of which some workers would wait for batches of others.
+
+        Raises:
+            ValueError: the numbers of batches differ, as far as they are known.
+        """
+        if tf.executing_eagerly() and not self._container_strategy().waits_for_others:
+            batches = int(dataset.cardinality())
+            names = {-1: "endless", -2: "unknown"}
+            record = {"number of batches": names.get(batches, batches)}
+            handshake.agree(self._transport, "data", record)
+
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         self._container_strategy().settle()
-        own = data.share_of(dataset, self._transport.rank, self._transport.size)
+        own = data.share_of(
+            dataset, self._transport.rank, self._transport.size, self.first_targets
+        )
+        self._agree_on_length(dataset)
         return _host.distributed_dataset(self._container_strategy(), own, self._device)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         self._container_strategy().settle()
         own = dataset_fn(self._input_context())
+        self._agree_on_length(own)
         return _host.distributed_dataset(self._container_strategy(), own, self._device)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
@@ -312,8 +328,8 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
 def _own_value(value: Any) -> tf.Tensor | tf.IndexedSlices:
     """Return this worker's component of a value as a tensor or IndexedSlices."""
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[0]
+    if found := _host.components_of(value):
+        value = found[0]
     if isinstance(value, tf.IndexedSlices):
         return value
     return tf.convert_to_tensor(value)

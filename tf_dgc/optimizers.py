@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, dgc
 from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.synchronizers import Exchanged
 
 
 def momentum_of(
@@ -33,8 +34,8 @@ def suspended_momentum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 def update(
     optimizer: keras.optimizers.Optimizer,
-    pairs: Sequence[Any],
-    corrected: Sequence[bool],
+    exchanged: Exchanged,
+    variables: Sequence[Any],
     learning_rate: Any,
     apply: Callable[[list[Any], Any], None],
 ) -> None:
@@ -42,13 +43,26 @@ def update(
 
     Args:
         optimizer: of the user.
-        pairs: (gradient, variable).
-        corrected: for each pair, whether momentum and learning rate are in its
-            gradient.
-        learning_rate: for the other pairs.
-        apply: the optimizer's own update of a list of pairs at a learning rate.
+        exchanged: the gradients.
+        variables: what they belong to.
+        learning_rate: for those whose step was not taken over.
+        apply: the optimizer's own update of a list of pairs (gradient, variable) at a
+            learning rate.
     """
-    flagged = list(zip(pairs, corrected, strict=True))
+    arena = exchanged.arena
+    if arena is not None and all(
+        exchanged.compressed[i] and variables[i].dtype == tf.float32
+        for i in arena.indices
+    ):
+        # What was sent is SGD's finished step.
+        gradients = exchanged.summed
+        own = [variables[i] for i in arena.indices]
+        own = [v.value if isinstance(v, keras.Variable) else v for v in own]
+        arena.state.subtract(arena.layout, own)
+    else:
+        gradients = exchanged.gradients
+    triples = zip(gradients, variables, exchanged.compressed, strict=True)
+    flagged = [((g, v), taken) for g, v, taken in triples if g is not None]
     if plain := [pair for pair, taken in flagged if not taken]:
         apply(plain, learning_rate)
     if taken_over := [pair for pair, taken in flagged if taken]:

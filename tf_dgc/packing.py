@@ -3,7 +3,7 @@
 A message of K slots for an arena of P elements is, in this order,
 
     header     HEADER_WORDS x int32: FORMAT, exponent, checksum of the layout, step,
-               number of elements, index + 1 of the first tensor that is not finite
+               number of elements
     values     K x float32 | float16 | bfloat16, each times 2**exponent
     low bits   K x uint8 | uint16     position modulo 2**L, L = 8 or 16
     high bits  K + P / 2**L bits      for the i-th element, bit i + position // 2**L
@@ -17,12 +17,22 @@ References:
     J. ACM 21 (1974), https://doi.org/10.1145/321812.321820
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-FORMAT = 0x44474302  # "DGC", version 2
-HEADER_WORDS = 6
+FORMAT = 0x44474303  # "DGC", version 3
+HEADER_WORDS = 5
+MAX_EXPONENT = 126
+# What may be wrong with a message; at 0 nothing is.
+FAULTS = (
+    "nothing",
+    "its header",
+    "the number of its elements",
+    "their positions",
+    "values that are not finite, as where what was accumulated has overflowed",
+)
 
 
 class Header(NamedTuple):
@@ -33,7 +43,6 @@ class Header(NamedTuple):
     checksum: tf.Tensor
     step: tf.Tensor
     count: tf.Tensor
-    nonfinite: tf.Tensor
 
 
 class Format(NamedTuple):
@@ -82,7 +91,6 @@ def pack(
     *,
     checksum: int,
     step: tf.Tensor,
-    nonfinite: tf.Tensor,
 ) -> tf.Tensor:
     """Write a selection into a message.
 
@@ -93,14 +101,13 @@ def pack(
         exponent: shape [], int32.
         checksum: of the layout.
         step: shape [], any integer type.
-        nonfinite: shape [], int32: 0, or the index of a variable + 1.
 
     Returns:
         shape [form.words], int32.
     """
     count = tf.size(positions)
     header = tf.stack(
-        [FORMAT, exponent, checksum, tf.cast(step % 2**31, tf.int32), count, nonfinite]
+        [FORMAT, exponent, checksum, tf.cast(step % 2**31, tf.int32), count]
     )
     if not form.slots:
         return header
@@ -123,8 +130,8 @@ def pack(
 
 def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
     """Return 2**exponent exactly, float32; outside of [-126, 126], as at its ends."""
-    bits = tf.bitwise.left_shift(tf.clip_by_value(exponent, -126, 126) + 127, 23)
-    return tf.bitcast(bits, tf.float32)
+    bounded = tf.clip_by_value(exponent, -MAX_EXPONENT, MAX_EXPONENT)
+    return tf.bitcast(tf.bitwise.left_shift(bounded + 127, 23), tf.float32)
 
 
 def decoded(values: tf.Tensor, exponent: tf.Tensor) -> tf.Tensor:
@@ -152,14 +159,15 @@ def _high_bits(form: Format, positions: tf.Tensor) -> tf.Tensor:
 
 
 def unpack(form: Format, message: tf.Tensor) -> tuple[Header, tf.Tensor, tf.Tensor]:
-    """Read a message.
+    """Read a message, whatever its words are; `faults` tells whether it is whole.
 
     Args:
         form: the form that the sender used.
         message: shape [form.words], int32.
 
     Returns:
-        The header, the positions [C] int64 and the values [C] `form.value_dtype`.
+        The header, the positions [C] int64 and the values [C] `form.value_dtype`,
+        C <= K.
     """
     header = Header(*tf.unstack(message[:HEADER_WORDS], HEADER_WORDS))
     if not form.slots:
@@ -176,8 +184,49 @@ def unpack(form: Format, message: tf.Tensor) -> tuple[Header, tf.Tensor, tf.Tens
     shifts = tf.range(8, dtype=tf.int32)
     bits = tf.bitwise.right_shift(tf.cast(high_bytes, tf.int32)[:, tf.newaxis], shifts)
     bits = tf.bitwise.bitwise_and(bits, 1)
-    index = tf.where(tf.reshape(bits, [-1]) > 0)[:, 0]
+    index = tf.where(tf.reshape(bits, [-1]) > 0)[: form.slots, 0]
     count = tf.size(index)
     high = index - tf.range(tf.size(index, tf.int64), dtype=tf.int64)
     positions = high * 2**form.low_bits + tf.cast(low[:count], tf.int64)
     return header, positions, values[:count]
+
+
+def faults(
+    form: Format,
+    messages: tf.Tensor,
+    positions: Sequence[tf.Tensor],
+    values: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Find what is wrong with messages: what `pack` never writes.
+
+    Args:
+        form: the form that the senders used.
+        messages: shape [N, form.words], int32.
+        positions: of each message, as `unpack` returns them.
+        values: of each message, as `decoded` returns them.
+
+    Returns:
+        Indices into FAULTS, shape [N], int64.
+    """
+    header = Header(*tf.unstack(messages[:, :HEADER_WORDS], HEADER_WORDS, axis=1))
+    most = MAX_EXPONENT if form.value_dtype == tf.float16 else 0
+    octets = tf.bitcast(messages[:, HEADER_WORDS:], tf.uint8)
+    octets = tf.reshape(octets, [len(positions), sum(form.body_bytes)])
+    high = octets[:, sum(form.body_bytes[:2]) :]
+    bits = tf.cast(tf.raw_ops.PopulationCount(x=high), tf.int32)
+    count = tf.reduce_sum(bits, axis=1)
+    end = tf.constant([form.size], tf.int64)
+    ascend = [
+        tf.reduce_all(own < tf.concat([own[1:], end], axis=0)) for own in positions
+    ]
+    finite = [tf.reduce_all(tf.math.is_finite(own)) for own in values]
+    wrong = [
+        tf.zeros_like(count, tf.bool),
+        (header.format != FORMAT)
+        | (header.exponent < -most)
+        | (header.exponent > most),
+        (header.count != count) | (count > form.slots),
+        ~tf.stack(ascend),
+        ~tf.stack(finite),
+    ]
+    return tf.argmax(tf.cast(wrong, tf.int32), axis=0)

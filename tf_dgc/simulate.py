@@ -106,6 +106,12 @@ class Compressed(DeepGradientCompression):
             lambda part: None if part is None else next(stacked), results[0]
         )
 
+    def _own_ranks(self) -> Sequence[int]:
+        return range(self.transport.size)
+
+    def _own_seat(self) -> tf.Tensor:
+        return tf.eye(self.transport.size)
+
     def residual_norm(self) -> tf.Tensor:
         """Return the norm of what a worker keeps back, in the quadratic mean."""
         return super().residual_norm() / self.transport.size**0.5

@@ -1,10 +1,11 @@
 """Choose the elements to send: sampled thresholds, exact selection. Pure functions.
 
-Axes: P arena elements, B = P / BLOCK blocks, T tensors, K message slots, C candidates.
+Axes: P arena elements, B = P / BLOCK blocks, L lanes of a block, T tensors, K message
+slots, C candidates.
 """
 
+import functools
 import math
-from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -15,6 +16,8 @@ from tf_dgc.layout import BLOCK, Layout, Segment
 MIN_SAMPLED_ABOVE = 64
 # Zeros are never worth a slot; the smallest normal float32 keeps them out.
 SMALLEST = 1.1754944e-38
+# As many maxima are taken side by side, in the registers of a processor.
+LANES = 16
 
 
 def slots_per_segment(layout: Layout, sparsity: float) -> list[int]:
@@ -56,13 +59,10 @@ def thresholds(
         if slots >= segment.size:
             found.append(tf.constant(SMALLEST))
             continue
-        values = arena[segment.offset : segment.offset + segment.size]
         stride = _stride(segment, slots, sample_fraction)
-        count = slots
-        if stride > 1:
-            start = tf.cast(step * 7919 % stride, tf.int32)
-            values = values[start::stride]
-            count = max(1, min(round(slots / stride), segment.size // stride))
+        start = tf.cast(segment.offset + step * 7919 % stride, tf.int32)
+        values = arena[start : segment.offset + segment.size : stride]
+        count = max(1, min(round(slots / stride), segment.size // stride))
         largest = tf.math.top_k(tf.abs(values), count).values
         found.append(tf.maximum(largest[-1], SMALLEST))
     return tf.stack(found) if found else tf.zeros([0])
@@ -79,10 +79,36 @@ def _stride(segment: Segment, slots: int, sample_fraction: float) -> int:
     return max(stride, 1)
 
 
+def peaks(arena: tf.Tensor) -> tf.Tensor:
+    """Return the largest magnitudes of each block, one of every L-th element.
+
+    XLA makes vector instructions of it, other than of a reduction. Magnitudes are
+    ordered as their bits are; NaN comes last.
+
+    Args:
+        arena: shape [..., P], float32.
+
+    Returns:
+        shape [..., B, L], float32.
+    """
+    *axes, size = arena.shape.as_list()
+    bits = tf.bitwise.bitwise_and(tf.bitcast(arena, tf.int32), 0x7FFFFFFF)
+    rows = tf.reshape(bits, [*axes, size // BLOCK, BLOCK // LANES, LANES])
+    found = functools.reduce(tf.maximum, tf.unstack(rows, axis=-2))
+    return tf.bitcast(found, tf.float32)
+
+
 def select(
-    arena: tf.Tensor, layout: Layout, threshold: tf.Tensor, slots: int, step: tf.Tensor
+    arena: tf.Tensor,
+    peaks: tf.Tensor,
+    layout: Layout,
+    threshold: tf.Tensor,
+    slots: int,
+    step: tf.Tensor,
 ) -> tf.Tensor:
     """Select the elements that reach their own tensor's threshold.
+
+    Only blocks whose largest element reaches it are looked into.
 
     Where more do than there are slots, those that exceed it the most, relative to
     it, are kept; among equals those that follow a place which moves with every step.
@@ -90,6 +116,7 @@ def select(
 
     Args:
         arena: shape [P], float32.
+        peaks: of the arena, shape [B, L].
         layout: T segments.
         threshold: shape [T], float32, positive.
         slots: K, the most elements to select.
@@ -99,8 +126,10 @@ def select(
         Positions in the arena, ascending: shape [C'], int64, C' <= K.
     """
     of_block = tf.gather(threshold, layout_lib.segment_of_block(layout))
-    passes = tf.abs(tf.reshape(arena, [-1, BLOCK])) >= of_block[:, tf.newaxis]
-    candidates = tf.where(tf.reshape(passes, [-1]))[:, 0]
+    blocks = tf.where(~(tf.reduce_max(peaks, axis=1) < of_block))[:, 0]
+    magnitudes = tf.abs(tf.gather(tf.reshape(arena, [-1, BLOCK]), blocks))
+    passes = tf.where(magnitudes >= tf.gather(of_block, blocks)[:, tf.newaxis])
+    candidates = tf.gather(blocks, passes[:, 0]) * BLOCK + passes[:, 1]
 
     def strongest() -> tf.Tensor:
         # top_k takes the first of equals.
@@ -114,25 +143,3 @@ def select(
     )
     positions.set_shape([None])
     return positions
-
-
-def scatter_sum(
-    positions: Sequence[tf.Tensor], values: Sequence[tf.Tensor], size: int
-) -> tf.Tensor:
-    """Sum the selections of all workers into one dense arena.
-
-    One worker after the other, in the order of rank, so that the floating-point sum
-    has the same bits everywhere.
-
-    Args:
-        positions: N tensors of shape [C], int64, without repetition.
-        values: N tensors of shape [C], float32.
-        size: P.
-
-    Returns:
-        shape [P], float32.
-    """
-    total = tf.zeros([size])
-    for where, what in zip(positions, values, strict=True):
-        total = tf.tensor_scatter_nd_add(total, where[:, tf.newaxis], what)
-    return total

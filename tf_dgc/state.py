@@ -1,12 +1,12 @@
 """The variables of a worker: velocity, residual, counters. Owns state, does no math."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import dgc
+from tf_dgc import dgc, sparsify
 from tf_dgc import layout as layout_lib
 from tf_dgc.layout import Layout
 
@@ -21,12 +21,31 @@ def _variable(value: tf.Tensor, name: str) -> tf.Variable:
     )
 
 
+def _put(variable: tf.Variable, where: tf.Tensor, values: tf.Tensor) -> None:
+    """Assign some elements in place, at positions of shape [C, axes]."""
+    if variable.shape.rank == 1:  # ten times as fast on CPUs as the general operation
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=variable.handle, indices=where[:, 0], updates=values
+        )
+    else:
+        tf.raw_ops.ResourceScatterNdUpdate(
+            ref=variable.handle, indices=where, updates=values
+        )
+    _share_buffer(variable)
+
+
+def _share_buffer(variable: tf.Variable) -> None:
+    """Undo what scattering does: that every later read makes a copy of the whole."""
+    tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+
+
 class ArenaState:
     """The state of one optimizer's compressed tensors on one worker.
 
     Attributes:
         velocity: u, float32; None where no momentum is corrected.
         residual: v, of the same shape: [P], or [N, P] where one process is N workers.
+        total: what all workers sent in the last step, shape [P], float32.
         step: shape [], int64, number of exchanges done.
     """
 
@@ -36,20 +55,99 @@ class ArenaState:
             zeros = tf.zeros(shape)
             self.velocity = _variable(zeros, "dgc_velocity") if with_velocity else None
             self.residual = _variable(zeros, "dgc_residual")
+            self.total = _variable(tf.zeros(shape[-1:]), "dgc_total")
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = _variable(tf.zeros([], tf.int64), "dgc_step")
+        self._compiled: dict[Any, Callable[..., Any]] = {}
 
-    def read(self) -> dgc.State:
-        """Return the present values of u and v."""
-        velocity = None if self.velocity is None else self.velocity.read_value()
-        return dgc.State(velocity, self.residual.read_value())
+    def accumulate(
+        self, gradient: tf.Tensor, scale: tf.Tensor, momentum: dgc.Momentum | None
+    ) -> tf.Tensor:
+        """Add a gradient, in place, as `dgc.accumulate` does; clear `total`.
 
-    def advance(self, state: dgc.State) -> None:
-        """Assign u and v, and count a step."""
-        if self.velocity is not None:
-            self.velocity.assign(state.velocity)
-        self.residual.assign(state.residual)
-        self.step.assign_add(1)
+        Args:
+            gradient: g, shape of v, float32.
+            scale: factor of the gradient, shape of v without the last axis.
+            momentum: see `dgc.accumulate`.
+
+        Returns:
+            `sparsify.peaks` of v.
+        """
+        rate = None if momentum is None else tf.cast(momentum.learning_rate, tf.float32)
+        form = None if momentum is None else (momentum.factor, momentum.nesterov)
+        with tf.device(self.residual.device):
+            if form not in self._compiled:
+                self._compiled[form] = self._accumulation(form)
+            return self._compiled[form](gradient, scale, rate)
+
+    def _accumulation(
+        self, form: tuple[float, bool] | None
+    ) -> Callable[..., tf.Tensor]:
+        velocity, residual, total = self.velocity, self.residual, self.total
+
+        def accumulate(
+            gradient: tf.Tensor, scale: tf.Tensor, rate: tf.Tensor | None
+        ) -> tf.Tensor:
+            momentum = None if form is None else dgc.Momentum(*form, rate)
+            gradient = scale[..., tf.newaxis] * gradient
+            u, v = dgc.accumulate(dgc.State(velocity, residual), gradient, momentum)
+            if velocity is not None:
+                velocity.assign(u)
+            residual.assign(v)
+            total.assign(tf.zeros_like(total))
+            return sparsify.peaks(v)
+
+        # One pass, and in place, where nobody else holds the buffers.
+        return tf.function(accumulate, autograph=False, jit_compile=True)
+
+    def keep(
+        self, worker: int, positions: tf.Tensor, sent: tf.Tensor, masking: bool
+    ) -> None:
+        """Take what was sent out of u and v, in place: sent + kept = accumulated.
+
+        Args:
+            worker: whose state this is, of those that this process is.
+            positions: shape [C], int64, without repetition.
+            sent: shape [C], float32, of v.
+            masking: momentum factor masking; clears u where something was sent.
+        """
+        where = positions[:, tf.newaxis]
+        if self.residual.shape.rank > 1:
+            where = tf.pad(where, [[0, 0], [1, 0]], constant_values=worker)
+        _put(
+            self.residual, where, tf.gather_nd(self.residual.read_value(), where) - sent
+        )
+        if masking and self.velocity is not None:
+            _put(self.velocity, where, tf.zeros_like(sent))
+
+    def add(self, positions: tf.Tensor, values: tf.Tensor) -> None:
+        """Add what a worker sent to `total`, in place; arguments as of `keep`."""
+        tf.raw_ops.ResourceScatterAdd(
+            resource=self.total.handle, indices=positions, updates=values
+        )
+        _share_buffer(self.total)
+
+    def tensors(self, layout: Layout) -> list[tf.Tensor]:
+        """Return `total` as the T tensors that it holds."""
+        return layout_lib.unflatten(layout, self.total.read_value())
+
+    def subtract(self, layout: Layout, variables: Sequence[tf.Variable]) -> None:
+        """Subtract `total` from the T tensors that it holds, float32, in place."""
+        if not variables:
+            return
+        key = tuple(id(variable) for variable in variables)
+
+        def subtract() -> None:
+            tensors = layout_lib.unflatten(layout, self.total)
+            for variable, tensor in zip(variables, tensors, strict=True):
+                variable.assign_sub(tensor)
+
+        if key not in self._compiled:
+            # One pass, where operations would copy each tensor first.
+            compiled = tf.function(subtract, autograph=False, jit_compile=True)
+            self._compiled[key] = compiled
+        with tf.device(self.total.device):
+            self._compiled[key]()
 
     def clear(self, masking: bool) -> None:
         """Take everything out that was kept back."""
@@ -150,8 +248,8 @@ class Coverage:
 
     def record(self, positions: tf.Tensor) -> None:
         """Take in the positions sent in one step, shape [C], int64."""
-        marks = tf.IndexedSlices(tf.ones_like(positions, tf.bool), positions)
-        self._sent.scatter_update(marks)
+        marks = tf.ones_like(positions, tf.bool)
+        _put(self._sent, positions[:, tf.newaxis], marks)
         self._counts.assign_add(layout_lib.count_by_segment(self._layout, positions))
         self._steps.assign_add(1)
 
@@ -180,6 +278,21 @@ class Coverage:
         """Start anew."""
         for variable in (self._sent, self._counts, self._steps):
             variable.assign(tf.zeros_like(variable))
+
+
+class ReplicaState:
+    """When the replicas of one optimizer's variables were compared.
+
+    Attributes:
+        steps: shape [], int64, steps taken, of averaging at the last round.
+        compared: shape [], int64, steps taken at the last comparison.
+    """
+
+    def __init__(self) -> None:
+        """Create the variables, zero, outside of any graph."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.steps = _variable(tf.zeros([], tf.int64), "replica_steps")
+            self.compared = _variable(tf.zeros([], tf.int64), "replica_compared")
 
 
 class StepStats(NamedTuple):

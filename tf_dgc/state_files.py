@@ -13,12 +13,12 @@ replaced when all files of its save are there, and the old ones go after that.
 """
 
 import json
+import math
 import os
 import pathlib
 import re
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,21 +26,11 @@ import numpy as np
 FORMAT = "tf_dgc state, version 1"
 MANIFEST = "manifest.json"
 Arrays = Mapping[str, np.ndarray]
-# What zipfile and NumPy raise when bytes are not what they should be.
-_DAMAGE = (
-    AttributeError,
-    OSError,
-    TypeError,
-    ValueError,
-    EOFError,
-    KeyError,
-    MemoryError,
-    NotImplementedError,
-    OverflowError,
-    SyntaxError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+_MAX_MANIFEST = 2**26  # bytes
+
+
+class _WrongField(ValueError):
+    """A field is not what it should be; its text says so."""
 
 
 def name_of(rank: int, save: int) -> str:
@@ -125,25 +115,22 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST}: it is not a folder that `save_state` wrote, "
             "or the writing did not end"
         )
-    return _checked_manifest(path, path.read_bytes())
+    with path.open("rb") as file:
+        return checked_manifest(path, file.read(_MAX_MANIFEST + 1))
 
 
-def _checked_manifest(path: pathlib.Path, text: bytes) -> dict[str, Any]:
+def checked_manifest(path: pathlib.Path, text: bytes) -> dict[str, Any]:
+    """Parse a manifest; raise as `read_manifest` does, in the name of `path`."""
     try:
+        if len(text) > _MAX_MANIFEST:
+            raise ValueError(f"it has more than {_MAX_MANIFEST} bytes")
         manifest = json.loads(text)
         fields = ("format", "save", "world_size", "accounts")
         found = {key: manifest[key] for key in fields}
-        accounts = [
-            (
-                list(map(str, account["variables"])),
-                {name: list(map(int, s)) for name, s in account["arrays"].items()},
-                int(account["step"]),
-            )
-            for account in found["accounts"]
-        ]
+        accounts = list(map(_checked_account, found["accounts"]))
     except KeyError as error:
         raise ValueError(f"{path}: field {error} is missing") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: not a manifest of tf_dgc, or damaged: {error}"
         ) from None
@@ -152,16 +139,24 @@ def _checked_manifest(path: pathlib.Path, text: bytes) -> dict[str, Any]:
             f"{path}: field 'format' must be {FORMAT!r}. Received: {found['format']!r}"
         )
     for field, least in (("save", 0), ("world_size", 1)):
-        if type(found[field]) is not int or found[field] < least:
+        if type(found[field]) is not int or not least <= found[field] < 2**31:
             raise ValueError(
-                f"{path}: field {field!r} must be an integer of at least {least}. "
-                f"Received: {found[field]!r}"
+                f"{path}: field {field!r} must be an integer of at least {least}, "
+                f"below 2**31. Received: {found[field]!r}"
             )
-    return manifest_of(
-        found["save"],
-        found["world_size"],
-        [dict(zip(("variables", "arrays", "step"), a, strict=True)) for a in accounts],
-    )
+    return manifest_of(found["save"], found["world_size"], accounts)
+
+
+def _checked_account(found: Any) -> dict[str, Any]:
+    variables, arrays, step = found["variables"], found["arrays"], found["step"]
+    shapes = list(arrays.values())
+    if not (
+        all(isinstance(each, list) for each in (variables, *shapes))
+        and all(isinstance(form, str) for form in variables)
+        and all(type(n) is int and 0 <= n < 2**63 for s in [*shapes, [step]] for n in s)
+    ):
+        raise ValueError(f"no account of an optimizer: {ascii(found)[:200]}")
+    return {"variables": variables, "arrays": arrays, "step": step}
 
 
 def read(
@@ -185,14 +180,8 @@ def read(
             f"{path} is missing: the state was saved by {manifest['world_size']} "
             "workers, each of which wrote a file"
         )
-    try:
-        # NumPy does not close a file of its own that turns out to be damaged.
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except _DAMAGE as error:
-        raise ValueError(f"{path}: not a file of state, or damaged: {error}") from None
-    text = arrays.pop("manifest", np.zeros(0, np.uint8)).tobytes()
-    own = _checked_manifest(path, text)
+    text = read_arrays(path, {"manifest": None})["manifest"].tobytes()
+    own = checked_manifest(path, text)
     for field, value in manifest.items():
         if own[field] != value:
             raise ValueError(
@@ -204,12 +193,57 @@ def read(
         for i, account in enumerate(manifest["accounts"])
         for name, shape in account["arrays"].items()
     }
-    for name, shape in wanted.items():
-        if name not in arrays:
-            raise ValueError(f"{path}: field {name!r} is missing")
-        if arrays[name].shape != shape or arrays[name].dtype.kind not in "fi":
-            raise ValueError(
-                f"{path}: field {name!r} must be numbers of shape {shape}. Received: "
-                f"{arrays[name].dtype} {arrays[name].shape}"
+    return read_arrays(path, wanted)
+
+
+def read_arrays(
+    path: pathlib.Path, shapes: Mapping[str, Sequence[int] | None]
+) -> dict[str, np.ndarray]:
+    """Read arrays that `numpy.savez` wrote, no more of them than their shapes allow.
+
+    Args:
+        path: of the file.
+        shapes: of the arrays to read, by name; None is a text of bytes.
+
+    Raises:
+        ValueError: the file is damaged, or an array is not there or not of numbers in
+            this shape; names file and field.
+    """
+    try:
+        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            return {name: _array(archive, name, shapes[name]) for name in shapes}
+    except _WrongField as error:
+        raise ValueError(f"{path}: {error}") from None
+    except Exception as error:  # zipfile, its codecs and NumPy raise whatever they meet
+        raise ValueError(f"{path}: not a file of state, or damaged: {error}") from None
+
+
+def _array(
+    archive: zipfile.ZipFile, name: str, wanted: Sequence[int] | None
+) -> np.ndarray:
+    if f"{name}.npy" not in archive.namelist():
+        raise _WrongField(f"field {name!r} is missing")
+    with archive.open(f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        if version != (1, 0):
+            raise ValueError(f"field {name!r} has format {version}")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
+        count = math.prod(shape)
+        if wanted is None:
+            if dtype != np.uint8 or len(shape) != 1 or count > _MAX_MANIFEST:
+                raise _WrongField(f"field {name!r} must be text")
+        elif (
+            shape != tuple(wanted)
+            or dtype.kind not in "fiu"
+            or dtype.itemsize > 8
+            or not dtype.isnative
+        ):
+            raise _WrongField(
+                f"field {name!r} must be numbers of shape {tuple(wanted)}. Received: "
+                f"{dtype} {shape}"
             )
-    return {name: arrays[name] for name in wanted}
+        octets = member.read(count * dtype.itemsize)
+        if len(octets) < count * dtype.itemsize or member.read(1):
+            raise ValueError(f"field {name!r} has too few or too many bytes")
+    values = np.frombuffer(octets, dtype)
+    return values.reshape(shape[::-1]).T if fortran else values.reshape(shape)

@@ -38,7 +38,6 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         config: DGCConfig | AveragingConfig | None,
         synchronizer: Callable[[Transport], Synchronizer],
     ) -> None:
-        _host.probe()
         self._transport = resolve(transport)
         self._config = config
         self._synchronizer = synchronizer(self._transport)
@@ -78,6 +77,11 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def config(self) -> DGCConfig | AveragingConfig | None:
         """The settings; None where the strategy has none."""
         return self._config
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether a worker whose data end early takes part in what others still do."""
+        return False
 
     @property
     def cluster_resolver(self) -> None:
@@ -208,6 +212,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             if warning not in self._warned:
                 self._warned.add(warning)
                 _logger.warning(warning)
+        if not self._transport.alone:
+            self.extended.first_targets.compare(self._transport)
         used = [(g, v) for g, v in pairs if g is not None]
         variables = [v for _, v in used]
         exchanged = self._synchronizer.exchange(
@@ -232,12 +238,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         learning_rate: Any,
         update: Callable[[list[Any], Any], None],
     ) -> None:
-        pairs = list(zip(exchanged.gradients, variables, strict=True))
         self.extended.exchanged = True
         try:
-            optimizers.update(
-                optimizer, pairs, exchanged.compressed, learning_rate, update
-            )
+            optimizers.update(optimizer, exchanged, variables, learning_rate, update)
         finally:
             self.extended.exchanged = False
 

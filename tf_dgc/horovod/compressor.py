@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc import layout as layout_lib
 from tf_dgc.config import DGCConfig
 from tf_dgc.horovod.core import Exchange, Owner, transport
@@ -85,9 +86,7 @@ class DGCCompressor:
         """Count the tensors of a step: those that are traced into one graph."""
         if tf.executing_eagerly():
             return 0
-        graph: Any = tf.compat.v1.get_default_graph()
-        while type(graph) is not tf.__internal__.FuncGraph:  # a branch of a condition
-            graph = graph.outer_graph
+        graph = _host.outermost_function_graph()
         place = self._next.get(graph, 0)
         self._next[graph] = place + 1
         return place

@@ -92,7 +92,7 @@ class State(ObjectState):
         self._transport = core.transport()
         self._kept: list[list[saving.Record]] | None = None  # sums over the workers
         self._remember()
-        super().__init__(self._of_first, core.rank, **values)
+        super().__init__(self._values_of_first, core.rank, **values)
 
     def _variables(self) -> list[keras.Variable]:
         return [*self.model.weights, *self.optimizer.variables]
@@ -102,11 +102,12 @@ class State(ObjectState):
 
     def save(self) -> None:
         """Remember the state of all workers, which all call this."""
+        self._kept = self._sum_kept()  # may fail; then all of the last state stays
         self._remember()
-        self._kept = [
-            saving.summed(self._transport, records) for records in core.records()
-        ]
         super().save()
+
+    def _sum_kept(self) -> list[list[saving.Record]]:
+        return [saving.summed(self._transport, records) for records in core.records()]
 
     def restore(self) -> None:
         """Return to the state that was remembered."""
@@ -165,7 +166,9 @@ class State(ObjectState):
             for records in own
         ]
         told = self._of_first(None if self._kept is None else shapes)
-        if told is None:  # the first call on all workers
+        saving.check_told(told)
+        if told is None:  # the first call on all workers, which keep what they have
+            self._kept = self._sum_kept()
             return
         kept: list[list[saving.Record]] = []
         for i, records in enumerate(told):
@@ -184,11 +187,26 @@ class State(ObjectState):
         size = self._transport.size
         core.begin_anew([saving.shares(records, size, size) for records in kept])
 
+    def _values_of_first(self, own: Any) -> Any:
+        """Return what the first worker has: attributes, or times of host updates."""
+        values = self._of_first(own)
+        if isinstance(own, dict):
+            sound = isinstance(values, dict) and values.keys() == own.keys()
+        else:
+            sound = isinstance(values, list) and len(values) == len(own)
+        if not sound:
+            raise ValueError(
+                f"The values of the first worker must be like {own!a}, or they "
+                f"are damaged. Received: {ascii(values)[:200]}"
+            )
+        return values
+
     def _of_first(self, value: Any) -> Any:
         """Return what the first worker holds, as JSON: it is read as data."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        length = tf.constant(len(text), tf.int64)
-        (length,) = self._transport.broadcast([length], "length")
+        what = "The state of the first worker"
+        (length,) = self._transport.broadcast([tf.constant(len(text))], "length")
+        handshake.check_length(int(length), what)
         own = text if self._transport.rank == 0 else np.zeros(int(length), np.uint8)
         (shared,) = self._transport.broadcast([tf.constant(own)], "json")
-        return json.loads(shared.numpy().tobytes())
+        return handshake.read_json(shared.numpy().tobytes(), what)

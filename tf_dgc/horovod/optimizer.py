@@ -79,11 +79,12 @@ def DistributedOptimizer(
         found = exchange(inner, gradients, values, momentum)
 
         def update(pairs: list[Any], rate: Any) -> None:
-            original([g for g, _ in pairs], [v for _, v in pairs], rate)
+            # Keras gives them to a function whose arguments must be of one graph.
+            own = [_identity(gradient) for gradient, _ in pairs]
+            original(own, [v for _, v in pairs], rate)
 
         def apply() -> None:
-            pairs = list(zip(found.gradients, variables, strict=True))
-            optimizers.update(inner, pairs, found.compressed, learning_rate, update)
+            optimizers.update(inner, found, variables, learning_rate, update)
 
         if found.apply is None:
             apply()
@@ -93,6 +94,10 @@ def DistributedOptimizer(
     _host.set_update_step(inner, update_step)
     agree_on_overflow(optimizer)
     return optimizer
+
+
+def _identity(gradient: Any) -> Any:
+    return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def _accumulate(optimizer: Any, steps: int) -> None:

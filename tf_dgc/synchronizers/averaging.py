@@ -135,11 +135,26 @@ class ParameterAveraging(Synchronizer):
 
         def hold_round() -> None:
             headers = self.rounds.meet(account, state, done=False)
-            self.rounds.average(account, period, headers, parameters=True)
+            self._average(account, period, headers, parameters=True)
 
         tf.cond(local & (position >= state.period), hold_round, lambda: None)
 
     # Rounds.
+
+    def _before_step(self, account: Account, variables: Sequence[Any]) -> None:
+        return  # replicas are the same after rounds only
+
+    def _average(
+        self,
+        account: Account,
+        period: Period,
+        headers: averaging.Header,
+        parameters: bool,
+    ) -> None:
+        self.rounds.average(account, period, headers, parameters)
+        if parameters:
+            agreed = [*account.variables, *period.averaged]
+            self._compare(account, agreed, tf.reduce_max(headers.moved))
 
     def settle(self, resumed: bool = False) -> list[Any]:
         """Hold a last round, eagerly, of what was trained since the last call.
@@ -176,7 +191,7 @@ class ParameterAveraging(Synchronizer):
                 headers = self.rounds.meet(account, state, done=True)
                 moved = bool(tf.reduce_any(headers.moved > 0))
                 if moved or tf.reduce_any(headers.unsettled > 0):
-                    self.rounds.average(account, period, headers, parameters=moved)
+                    self._average(account, period, headers, parameters=moved)
                 together = bool(tf.reduce_all(headers.done > 0))
                 averaged += [account.owner()] * moved
             self._settled[account] = self._mark_of(account)

@@ -16,18 +16,47 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import dgc
-from tf_dgc.state import Clock, Counters, StepStats, TensorStats
-from tf_dgc.synchronizers import saving
+from tf_dgc.layout import Layout
+from tf_dgc.state import (
+    ArenaState,
+    Clock,
+    Counters,
+    ReplicaState,
+    StepStats,
+    TensorStats,
+)
+from tf_dgc.synchronizers import replicas, saving
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
 
-class Exchanged(NamedTuple):
+class ArenaSum(NamedTuple):
+    """What all workers sent of the compressed tensors; until the next exchange."""
+
+    indices: list[int]  # of these among all gradients
+    dtypes: list[tf.DType]  # of all gradients
+    layout: Layout
+    state: ArenaState
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
     """The result of one exchange."""
 
-    gradients: list[Any]  # summed over the workers, each as it came in
+    summed: list[Any]  # over the workers, each as it came in; None is in the arena
     compressed: list[bool]  # per gradient: it is SGD's step, momentum and rate in it
     apply: tf.Tensor | None  # shape [], bool: False where all skip; None is True
+    arena: ArenaSum | None = None
+
+    @property
+    def gradients(self) -> list[Any]:
+        """All sums, those in the arena as well; to be read before the next exchange."""
+        found = list(self.summed)
+        if self.arena is not None:
+            indices, dtypes, layout, state = self.arena
+            for i, tensor in zip(indices, state.tensors(layout), strict=True):
+                found[i] = tf.cast(tensor, dtypes[i])
+        return found
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,6 +67,7 @@ class Account:
     variables: Sequence[Any]  # held, so that their identities stay theirs
     counters: Counters
     owner: Callable[[], Any]  # None when it is gone
+    replicas: ReplicaState
 
     @property
     def name(self) -> str:
@@ -67,6 +97,7 @@ class Synchronizer(abc.ABC):
         self._restored: list[saving.Record] = []  # for accounts to come
         self._restored_for: Sequence[Any] | None = None  # their owners; None is all
         self._clock = Clock()
+        self._check_interval = replicas.default_interval()
 
     def exchange(
         self,
@@ -89,6 +120,8 @@ class Synchronizer(abc.ABC):
 
         Raises:
             ValueError: the workers' variables differ.
+            tf.errors.InvalidArgumentError: their weights have drifted apart, see
+                `replicas`.
         """
         accounts = self._owners.setdefault(owner, {})
         key = tuple(id(v) for v in variables)  # names repeat themselves in Keras 3
@@ -96,6 +129,7 @@ class Synchronizer(abc.ABC):
             with tf.init_scope():
                 accounts[key] = self._open(owner, variables, momentum)
         account = accounts[key]
+        self._before_step(account, variables)
         exchanged, sent_bytes, sent_elements = self._exchange(
             account, list(gradients), momentum
         )
@@ -104,12 +138,24 @@ class Synchronizer(abc.ABC):
         account.counters.record(tf.stack([sent_bytes, size, sent_elements, elements]))
         return exchanged
 
+    def _before_step(self, account: Account, variables: Sequence[Any]) -> None:
+        """Do what a step begins with: compare the replicas, where it is time."""
+        self._compare(account, variables, 1)
+
+    def _compare(self, account: Account, variables: Sequence[Any], steps: Any) -> None:
+        every = self._check_interval
+        state, name = account.replicas, account.name
+        replicas.compare(self.transport, state, variables, steps, every, name)
+
     def _open(
         self, owner: object, variables: Sequence[Any], momentum: dgc.Momentum | None
     ) -> Account:
         counters = Counters(self._clock)
-        account = Account(self._opened, list(variables), counters, weakref.ref(owner))
+        account = Account(
+            self._opened, list(variables), counters, weakref.ref(owner), ReplicaState()
+        )
         listed = {f"variable {i}": form for i, form in enumerate(account.forms)}
+        listed["TF_DGC_CHECK_STEPS"] = str(self._check_interval)
         handshake.agree(self.transport, "trained variables", listed)
         self._opened += 1
         self._prepare(account, momentum)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import dgc, packing, schedules, sparsify
+from tf_dgc import dgc, packing, schedules
 from tf_dgc import layout as layout_lib
 from tf_dgc.config import DGCConfig
 from tf_dgc.state import ArenaState, Coverage, TensorStats
-from tf_dgc.synchronizers.base import Account, Exchanged, Synchronizer
+from tf_dgc.synchronizers.base import Account, ArenaSum, Exchanged, Synchronizer
 from tf_dgc.transports.base import Transport
 
 _logger = logging.getLogger("tf_dgc")
@@ -153,81 +153,93 @@ class DeepGradientCompression(Synchronizer):
             )
         rest = [i for i in range(len(gradients)) if i not in arena.indices]
 
-        def prepare(gradients: list[Any], state: dgc.State) -> Any:
+        def prepare(gradients: list[Any]) -> Any:
             gradients = list(gradients)
             for i in arena.indices:
                 gradients[i] = tf.convert_to_tensor(gradients[i])
-            nonfinite = dgc.first_nonfinite(gradients, momentum)
+            nonfinite, scale = dgc.first_nonfinite(gradients, momentum), tf.ones([])
+            others = [gradients[i] for i in rest]
             if config.clip_norm is not None:
-                gradients = dgc.clip(gradients, config.clip_norm, self.transport.size)
+                workers = self.transport.size
+                scale = dgc.clip_scale(gradients, config.clip_norm, workers)
+                others = [dgc.scaled(gradient, scale) for gradient in others]
             compressed = [gradients[i] for i in arena.indices]
             gradient = layout_lib.flatten(arena.layout, compressed)
-            state = dgc.accumulate(state, gradient, momentum)
-            return [gradients[i] for i in rest], nonfinite, state
+            return others, nonfinite, gradient, scale
 
-        remaining, nonfinite, state = self._each(prepare, gradients, arena.state.read())
-        summed, flags, size, elements = self._compress(
-            arena, state, nonfinite, account.name
+        others, nonfinite, gradient, scale = self._each(prepare, gradients)
+        # Before any state changes all must know whether the step counts.
+        flag = self._own_seat() * tf.cast(nonfinite, tf.float32)[..., tf.newaxis]
+        (*reduced, flags), dense_size, dense_elements = self._sum_dense(
+            [*others, flag],
+            [*(variables[i] for i in rest), tf.zeros([self.transport.size])],
+            account.name,
         )
+        dense_elements -= self.transport.size
         ok = tf.reduce_all(flags == 0)
         if config.nonfinite == "raise":
             names = [*(v.name for v in variables), "the learning rate"]
             with tf.control_dependencies([_refuse(flags, arena.state.step, names)]):
                 ok = tf.identity(ok)
-        result: list[Any] = [None] * len(gradients)
-        for i, gradient in zip(
-            arena.indices, layout_lib.unflatten(arena.layout, summed), strict=True
-        ):
-            result[i] = tf.cast(gradient, gradients[i].dtype)
-        reduced, dense_size, dense_elements = self._sum_dense(
-            remaining, [variables[i] for i in rest], account.name
-        )
-        for i, gradient in zip(rest, reduced, strict=True):
-            result[i] = gradient
-        corrected = [momentum is not None and i not in rest for i in range(len(result))]
-        exchanged = Exchanged(result, corrected, ok)
+
+        def compress() -> tuple[tf.Tensor, tf.Tensor]:
+            peaks = arena.state.accumulate(gradient, scale, momentum)
+            return self._compress(arena, peaks, account.name)
+
+        def nothing() -> tuple[tf.Tensor, tf.Tensor]:
+            return tf.zeros([], tf.int64), tf.zeros([], tf.int64)
+
+        size, elements = tf.cond(ok, compress, nothing)
+        summed: list[Any] = [None] * len(gradients)
+        for i, tensor in zip(rest, reduced, strict=True):
+            summed[i] = tensor
+        corrected = [momentum is not None and i not in rest for i in range(len(summed))]
+        dtypes = [gradient.dtype for gradient in gradients]
+        arena_sum = ArenaSum(arena.indices, dtypes, arena.layout, arena.state)
+        exchanged = Exchanged(summed, corrected, ok, arena_sum)
         return exchanged, size + dense_size, elements + dense_elements
 
     def _each(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run a pure function for every worker that this process is."""
         return fn(*args)
 
-    def _compress(
-        self, arena: Arena, state: dgc.State, nonfinite: tf.Tensor, name: str
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the summed arena [P], flags of all workers [N], bytes and elements.
+    def _own_ranks(self) -> Sequence[int]:
+        """Return the ranks of the workers that this process is."""
+        return [self.transport.rank]
 
-        Where a flag is set, no state changes.
-        """
+    def _own_seat(self) -> tf.Tensor:
+        """Return 1 in the places of these workers, shape [N]."""
+        return tf.one_hot(self.transport.rank, self.transport.size)
+
+    def _compress(
+        self, arena: Arena, peaks: tf.Tensor, name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sum over all workers; return the bytes and elements that this one sent."""
         stages = schedules.stages(self.config)
         step = arena.state.step.read_value()
         branches: list[Callable[[], Any]] = [
-            functools.partial(
-                self._stage, stage, arena, state, step, nonfinite, f"{name}.{i}"
-            )
+            functools.partial(self._stage, stage, arena, peaks, step, f"{name}.{i}")
             for i, stage in enumerate(stages)
         ]
         if len(branches) == 1:
-            flags, summed, after, size, elements = branches[0]()
+            found = branches[0]()
         else:
-            index = schedules.stage_index(step, stages)
-            flags, summed, after, size, elements = tf.switch_case(index, branches)
-        finite = tf.reduce_all(flags == 0)
-        tf.cond(finite, lambda: arena.state.advance(after), lambda: None)
-        return summed, flags, size, elements
+            found = tf.switch_case(schedules.stage_index(step, stages), branches)
+        arena.state.step.assign_add(1, read_value=False)
+        return found
 
     def _stage(
         self,
         stage: schedules.Stage,
         arena: Arena,
-        state: dgc.State,
+        peaks: tf.Tensor,
         step: tf.Tensor,
-        nonfinite: tf.Tensor,
         name: str,
-    ) -> tuple[tf.Tensor, tf.Tensor, dgc.State, tf.Tensor, tf.Tensor]:
-        """One step at one sparsity: select, send, sum, keep."""
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """One step at one sparsity: select, send, keep, sum."""
         config, workers, layout = self.config, self.transport.size, arena.layout
         form = dgc.message_format(layout, stage.sparsity, config, workers)
+        residual = arena.state.residual.read_value()
         send = functools.partial(
             dgc.send,
             form=form,
@@ -236,27 +248,59 @@ class DeepGradientCompression(Synchronizer):
             config=config,
             step=step,
         )
-        message, after = self._each(send, state, nonfinite)
+        message = self._each(send, residual, peaks)
         messages = self.transport.all_gather(message, f"{name}.message")
-        received = [packing.unpack(form, messages[rank]) for rank in range(workers)]
-        headers, positions, values = zip(*received, strict=True)
-        with tf.control_dependencies([_refuse_strangers(headers)]):
-            flags = tf.stack([header.nonfinite for header in headers])
+        headers, positions, floats = receive(form, messages)
         if form.slots or not layout.size:
-            floats = [
-                packing.decoded(part, header.exponent)
-                for part, header in zip(values, headers, strict=True)
-            ]
-            summed = sparsify.scatter_sum(positions, floats, layout.size)
+            for worker, rank in enumerate(self._own_ranks()):
+                arena.state.keep(
+                    worker, positions[rank], floats[rank], config.momentum_masking
+                )
+            # In the order of rank, so that the sum has the same bits everywhere.
+            for where, what in zip(positions, floats, strict=True):
+                arena.state.add(where, what)
             elements = tf.cast(headers[self.transport.rank].count, tf.int64)
             arena.coverage.record(positions[self.transport.rank])
             size = form.bytes
         else:
-            (summed,) = self.transport.all_reduce([state.residual], f"{name}.arena")
+            (summed,) = self.transport.all_reduce([residual], f"{name}.arena")
+            arena.state.total.assign(summed)
+            with tf.control_dependencies(floats):
+                # A stage that only runs dense because that is cheaper keeps momentum.
+                arena.state.clear(config.momentum_masking and stage.sparsity == 0)
             elements = tf.constant(layout.elements, tf.int64)
             arena.coverage.record_all()
             size = form.bytes + 4 * layout.size
-        return flags, summed, after, tf.constant(size, tf.int64), elements
+        return tf.constant(size, tf.int64), elements
+
+
+def receive(
+    form: packing.Format, messages: tf.Tensor
+) -> tuple[list[packing.Header], list[tf.Tensor], list[tf.Tensor]]:
+    """Read the messages of all workers, shape [N, words].
+
+    Returns:
+        Headers, positions and values, float32; N of each. They raise
+        InvalidArgumentError where a message is damaged, or not of this step.
+    """
+    received = [packing.unpack(form, message) for message in tf.unstack(messages)]
+    headers, positions, values = map(list, zip(*received, strict=True))
+    floats = [
+        packing.decoded(part, header.exponent)
+        for part, header in zip(values, headers, strict=True)
+    ]
+    faults = packing.faults(form, messages, positions, floats)
+    with tf.control_dependencies([_refuse_damaged(faults), _refuse_strangers(headers)]):
+        positions, floats = tf.nest.map_structure(tf.identity, (positions, floats))
+    return headers, positions, floats
+
+
+def _refuse_damaged(faults: tf.Tensor) -> Any:
+    """Raise InvalidArgumentError where a message is not one that can be sent."""
+    rank = tf.argmax(tf.cast(faults > 0, tf.int32))
+    what = tf.gather(tf.constant(packing.FAULTS), faults[rank])
+    parts = ["The message of rank ", tf.strings.as_string(rank), " is damaged: ", what]
+    return tf.debugging.Assert(tf.reduce_all(faults == 0), [tf.strings.join(parts)])
 
 
 def _refuse_strangers(headers: Sequence[packing.Header]) -> Any:
@@ -276,7 +320,8 @@ def _refuse_strangers(headers: Sequence[packing.Header]) -> Any:
 def _refuse(flags: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:
     """Raise InvalidArgumentError where a worker's gradient is not finite."""
     rank = tf.argmax(tf.cast(flags > 0, tf.int32))
-    name = tf.gather(tf.constant(["", *names]), flags[rank])
+    number = tf.clip_by_value(tf.cast(flags[rank], tf.int32), 0, len(names))
+    name = tf.gather(tf.constant(["", *names]), number)
     return tf.debugging.Assert(
         tf.reduce_all(flags == 0),
         [

@@ -161,10 +161,15 @@ class Rounds:
 
 def _refuse(headers: averaging.Header, step: Any, names: list[str]) -> list[Any]:
     """Raise InvalidArgumentError where workers differ, or one has numbers no more."""
-    bad = tf.cast(headers.nonfinite, tf.int32)
+    damaged = averaging.damaged(headers, len(names))
+    bad = tf.clip_by_value(tf.cast(headers.nonfinite, tf.int32), 0, len(names))
     rank = tf.argmax(tf.cast(bad > 0, tf.int32))
     name = tf.gather(tf.constant(["", *names]), bad[rank])
     return [
+        tf.debugging.Assert(
+            ~tf.reduce_any(damaged),
+            ["What a worker tells of its round is damaged. Ranks:", tf.where(damaged)],
+        ),
         tf.debugging.Assert(
             tf.reduce_all(headers.account == headers.account[0])
             & tf.reduce_all(headers.round == headers.round[0]),

@@ -1,6 +1,7 @@
 """The state of all workers, to files and back: collective, eager."""
 
 import contextlib
+import math
 import pathlib
 import secrets
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ class Record(NamedTuple):
 
 # First words of the names of arrays of which the sum over the workers is to stay.
 OWED = ("residual", "velocity")
+_MAX_ELEMENTS = 2**31  # of an array, as of an arena
 
 
 def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
@@ -42,7 +44,7 @@ def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
     if not transport.alone:
         number = transport.all_gather(number, "save")[0]
     manifest = state_files.manifest_of(
-        int(number[0]),
+        int(number[0]) % 2**31,
         transport.size,
         [
             {
@@ -146,6 +148,32 @@ def shares(records: Sequence[Record], saved: int, size: int) -> list[Record]:
         )
         for record in records
     ]
+
+
+def check_told(told: Any) -> None:
+    """Check what another worker tells of the records it has, by synchronizer.
+
+    Args:
+        told: for each record its variables, its step, and by name the shapes of its
+            arrays; or None.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    try:
+        for variables, step, shapes in [each for part in told or [] for each in part]:
+            if not all(isinstance(form, str) for form in variables):
+                raise ValueError(f"variables are {variables}")
+            for shape in [*shapes.values(), [step]]:
+                if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+                    raise ValueError(f"a shape, or the step, is {shape}")
+            if any(math.prod(shape) > _MAX_ELEMENTS for shape in shapes.values()):
+                raise ValueError(f"shapes are {shapes}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            "What the first worker tells of what is kept back is damaged: "
+            + ascii(str(error))[1:-1][:300]
+        ) from None
 
 
 def together(transport: Transport, subject: str, act: Callable[[], Any]) -> Any:

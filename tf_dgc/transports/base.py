@@ -13,6 +13,7 @@ import tensorflow as tf
 
 _logger = logging.getLogger("tf_dgc")
 
+_MAX_ROWS = 2**31
 NAMES: Final = ("auto", "local", "collective", "horovod", "hybrid")
 DEFAULT_TIMEOUT: Final = 300.0
 
@@ -100,6 +101,11 @@ class Transport(abc.ABC):
             return tf.identity(tensor)
         length = tf.shape(tensor, tf.int64)[0]
         lengths = self.all_gather(length, f"{name}.lengths")
+        sound = tf.reduce_all((lengths >= 0) & (lengths < _MAX_ROWS))
+        text = "A worker's number of rows is damaged. Numbers of rows, by rank:"
+        refuse = tf.debugging.Assert(sound, [text, lengths], summarize=-1)
+        with tf.control_dependencies([refuse]):
+            lengths = tf.identity(lengths)
         longest = tf.maximum(tf.reduce_max(lengths), 1)
         missing = [[0, longest - length]] + [[0, 0]] * (tensor.shape.rank - 1)
         carried, restore = _carrier(tensor)
@@ -119,8 +125,16 @@ class Transport(abc.ABC):
         """
         values = self.all_gather_ragged(slices.values, f"{name}.values")
         indices = self.all_gather_ragged(slices.indices, f"{name}.indices")
-        unique, position = tf.unique(indices)
-        values = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
+        if self.size > 1 and slices.dense_shape is not None:
+            rows = tf.cast(slices.dense_shape[0], indices.dtype)
+            sound = tf.reduce_all((indices >= 0) & (indices < rows))
+            text = "IndexedSlices must be of rows that their variable has. Rows:"
+            with tf.control_dependencies([tf.debugging.Assert(sound, [text, rows])]):
+                indices = tf.identity(indices)
+        # On GPUs the order of a sum, and so its last bits, are other ones every time.
+        with tf.device("CPU:0"):
+            unique, position = tf.unique(indices)
+            values = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
         return tf.IndexedSlices(values, unique, slices.dense_shape)
 
     def broadcast(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:

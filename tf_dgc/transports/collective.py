@@ -6,7 +6,9 @@ service and the collective runtime. Its gradient path is not used.
 
 import atexit
 import contextlib
+import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,10 +20,18 @@ from tf_dgc.transports import base, rendezvous
 from tf_dgc.transports.turnstile import Turnstile
 from tf_dgc.transports.watchdog import Watchdog, complaint
 
+_logger = logging.getLogger("tf_dgc")
+
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
 # A result is there before all others have fetched theirs from this worker.
 _LEAVE_SECONDS = 10.0
+# What ends all workers alike, each shall tell in its own words before it hears others.
+_TELL_SECONDS = 1.0
+_TOLD_CHARACTERS = 1_000
+_LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
+# How the service on worker 0 names workers that are stopped or cut off.
+_SILENT = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
 _REDUCED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
@@ -72,15 +82,16 @@ class CollectiveTransport(base.Transport):
         base.claim_gpu(local.index(rank), len(local))
         rendezvous.wait_for_peers(addresses, rank, self.timeout)
         _host.configure_coordination(len(addresses), self.timeout)
-        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec({"worker": list(addresses)}),
-                task_type="worker",
-                task_id=rank,
-                num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
-                rpc_layer="grpc",
+        with _host.kept_sigterm():
+            self._strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                tf.distribute.cluster_resolver.SimpleClusterResolver(
+                    tf.train.ClusterSpec({"worker": list(addresses)}),
+                    task_type="worker",
+                    task_id=rank,
+                    num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+                    rpc_layer="grpc",
+                )
             )
-        )
         self.device = self._strategy.extended.worker_devices[0]
         with tf.init_scope(), tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
@@ -116,8 +127,9 @@ class CollectiveTransport(base.Transport):
         return result
 
     def _leave(self) -> None:
-        """Stay a while for those who still fetch something, unless this one failed."""
-        if hasattr(sys, "last_value"):
+        """Stay a while for those who still fetch something; if this failed, tell."""
+        if (error := getattr(sys, "last_value", None)) is not None:
+            self._tell(error)
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(tf.errors.OpError):
@@ -128,12 +140,27 @@ class CollectiveTransport(base.Transport):
                 _host.wait_for_key(f"tf_dgc/{what}/{peer}", deadline - time.monotonic())
             _host.publish(f"tf_dgc/seen/{self.rank}")
 
+    def _tell(self, error: BaseException) -> None:
+        """Tell the user who is missing, and the others what this worker died of."""
+        if isinstance(error, _LOST) and (missing := self._missing(str(error))):
+            _logger.error("Worker %d ends.%s", self.rank, missing)
+        time.sleep(_TELL_SECONDS)
+        text = f"{type(error).__name__}: {error}"[:_TOLD_CHARACTERS]
+        with contextlib.suppress(tf.errors.OpError):
+            _host.report_failure(f"Worker {self.rank} failed: {text}")
+
+    def _missing(self, error: str = "") -> str:
+        """Say which other workers do not answer now, or did not by an error's text."""
+        gone = set(rendezvous.unreachable(self._addresses, self.rank))
+        for tasks in _SILENT.findall(error):
+            gone |= {int(task) for task in re.findall(r"/task:(\d+)", tasks)}
+        if self.rank and "CoordinationService/" in error:
+            gone.add(0)  # which has that service; TensorFlow does not say so
+        named = ", ".join(f"{peer} ({self._addresses[peer]})" for peer in sorted(gone))
+        return f" No longer reachable: worker {named}." if gone else ""
+
     def _abort(self) -> None:
-        message = complaint(self.rank, self.timeout)
-        if gone := rendezvous.unreachable(self._addresses, self.rank):
-            named = ", ".join(f"{peer} ({self._addresses[peer]})" for peer in gone)
-            message += f" No longer reachable: worker {named}."
-        _host.abort_collectives(message)
+        _host.abort_collectives(complaint(self.rank, self.timeout) + self._missing())
 
     def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
         with self._turnstile.entered(vector) as leave:

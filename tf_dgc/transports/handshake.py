@@ -3,10 +3,13 @@
 import json
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc.transports.base import Transport
+
+MAX_BYTES = 2**26  # of a text that is taken from another worker
 
 
 def agree(transport: Transport, subject: str, record: Mapping[str, object]) -> None:
@@ -19,7 +22,7 @@ def agree(transport: Transport, subject: str, record: Mapping[str, object]) -> N
 
     Raises:
         ValueError: on every worker, where a field differs between some of them; names
-            the fields, the ranks and the values.
+            the fields, the ranks and the values. Or what a worker told is damaged.
     """
     if transport.alone:
         return
@@ -28,15 +31,49 @@ def agree(transport: Transport, subject: str, record: Mapping[str, object]) -> N
     digests = transport.all_gather(digest, "agree.digest").numpy()
     if (digests == digests[0]).all():
         return
+    for rank, (_, length) in enumerate(digests):
+        check_length(int(length), f"What rank {rank} tells of its {subject}")
     octets = tf.constant(list(text), tf.uint8)
     gathered = transport.all_gather_ragged(octets, "agree.record").numpy().tobytes()
     records, start = [], 0
-    for _, length in digests:
-        records.append(json.loads(gathered[start : start + length]))
+    for rank, (_, length) in enumerate(digests):
+        what = f"What rank {rank} tells of its {subject}"
+        records.append(read_object(gathered[start : start + length], what))
         start += length
     raise ValueError(
         f"All workers must have the same {subject}. " + _differences(records)
     )
+
+
+def check_length(length: int, what: str) -> None:
+    """Raise ValueError where a text that a worker announces is too long, or damaged."""
+    if not 0 <= length <= MAX_BYTES:
+        raise ValueError(
+            f"{what} must be of at most {MAX_BYTES} bytes, or is damaged. Received: "
+            f"{length} bytes"
+        )
+
+
+def read_json(text: bytes, what: str) -> Any:
+    """Parse what a worker told, as data.
+
+    Raises:
+        ValueError: it is not JSON; says so of `what`.
+    """
+    try:
+        found = json.loads(text)
+        repr(found)  # goes no less deep than whatever is done with it later
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged, no JSON: {error}") from None
+    return found
+
+
+def read_object(text: bytes, what: str) -> dict[str, Any]:
+    """Parse an object of JSON; see `read_json`."""
+    found = read_json(text, what)
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is damaged, no object: {ascii(found)[:80]}")
+    return found
 
 
 def _differences(records: list[dict[str, object]]) -> str:
@@ -48,5 +85,5 @@ def _differences(records: list[dict[str, object]]) -> str:
             ranks.setdefault(repr(record.get(field)), []).append(rank)
         if len(ranks) > 1:
             found = "; ".join(f"{value} on ranks {who}" for value, who in ranks.items())
-            lines.append(f"`{field}` differs: {found}.")
+            lines.append(f"`{ascii(field)[1:-1]}` differs: {found}.")
     return "Received: " + " ".join(lines[:10])

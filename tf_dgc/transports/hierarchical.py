@@ -43,6 +43,10 @@ class HierarchicalTransport(base.Transport):
         self.rank, self.size = hvd.cross_rank(), hvd.cross_size()
         self.device = everybody.device
         node = everybody.all_gather(tf.constant(self.rank), "nodes").numpy().tolist()
+        if set(node) != set(range(self.size)):
+            raise ValueError(
+                f"Each worker must be on one of {self.size} nodes. Received: {node}"
+            )
         members = [
             [rank for rank, own in enumerate(node) if own == each]
             for each in range(self.size)

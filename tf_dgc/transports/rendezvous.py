@@ -17,6 +17,8 @@ _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(
     rf"({_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\]):([0-9]{{1,5}})"
 )
+_MAX_HOST = 255  # characters
+_MAX_TEXT = 4096  # bytes that are read of what a worker told the store
 _POLL_SECONDS = 0.05
 _REQUEST_SECONDS = 10.0
 
@@ -46,7 +48,7 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
         task = config.get("task") or {}
         jobs = {job: list(members) for job, members in cluster.items()}
         place = (task.get("type"), task.get("index"))
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(
             f"TF_CONFIG must be a JSON object with `cluster` and `task`: {error}. "
             f"Received: TF_CONFIG={text!r}"
@@ -63,10 +65,7 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
         (job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, [])))
     ]
     addresses = [str(jobs[job][i]) for job, i in order]
-    for address in addresses:
-        check_address(address)
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"TF_CONFIG names an address twice. Received: {addresses}")
+    _check_addresses(addresses, "TF_CONFIG")
     if place not in order:
         raise ValueError(
             "`task` in TF_CONFIG must have the `type` and `index` of a member of "
@@ -82,11 +81,18 @@ def check_address(address: str) -> tuple[str, int]:
         ValueError: it is something else.
     """
     match = _ADDRESS.fullmatch(address)
-    if not match or not 0 < int(match[2]) < 65536:
+    if not match or len(match[1]) > _MAX_HOST or not 0 < int(match[2]) < 65536:
         raise ValueError(
             f'A worker\'s address must be "host:port". Received: {address[:80]!r}'
         )
     return match[1].strip("[]"), int(match[2])
+
+
+def _check_addresses(addresses: Sequence[str], source: str) -> None:
+    for address in addresses:
+        check_address(address)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"{source} names an address twice. Received: {addresses}")
 
 
 def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
@@ -179,15 +185,18 @@ def exchange_addresses(
         deadline = time.monotonic() + timeout
         found = [_get(f"{scope}/{peer}", peer, deadline) for peer in range(size)]
     obstacles = [
-        f"on rank {peer}, {text[1:]}"
+        f"on rank {peer}, {_printable(text[1:])}"
         for peer, text in enumerate(found)
         if text.startswith("!")
     ]
     if obstacles:
         raise NoHybridTransport("; ".join(obstacles))
-    for address in found:
-        check_address(address)
+    _check_addresses(found, "The rendezvous store")
     return found
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text[:400])
 
 
 def _own_host(host: str, port: int) -> str:
@@ -207,7 +216,7 @@ def _get(url: str, peer: int, deadline: float) -> str:
     while True:
         try:
             with _opener.open(url, timeout=_REQUEST_SECONDS) as response:
-                return response.read(4096).decode("utf-8", "replace")
+                return response.read(_MAX_TEXT).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 raise
@@ -219,5 +228,10 @@ def _get(url: str, peer: int, deadline: float) -> str:
         time.sleep(_POLL_SECONDS)
 
 
-# The store is on the local network: never through a proxy.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: object) -> None:
+        return None  # then it is an error
+
+
+# The store is on the local network: never through a proxy, and nowhere else.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())

@@ -5,14 +5,29 @@ every call until it has run out: at 20 steps a second and 300 s a process dies o
 tens of thousands of threads. Horovod's stall check does not end operations that it has
 in its response cache, which after the first step is all of them. Here one thread looks
 at a counter now and then.
+
+An operation that Horovod accepts in the instant in which its own thread ends is never
+heard of again, not even by shutting Horovod down: nothing but the end of the process
+ends that.
 """
 
 import atexit
+import logging
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
+
+_logger = logging.getLogger("tf_dgc")
+
+GRACE = 60.0  # seconds; those after which Gloo, below Horovod, gives up are 30
+# From the error of a worker to its end, whatever waits for others at its exit.
+_EXIT_SECONDS = 20
 
 
 class Watchdog:
@@ -32,6 +47,8 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        atexit.unregister(_hurry)
+        atexit.register(_hurry)
         atexit.register(self.end)
 
     def _watch(self) -> None:
@@ -41,14 +58,31 @@ class Watchdog:
             if now != calls or now % 2 == 0:
                 calls, since = now, time.monotonic()
             elif time.monotonic() - since > self._timeout:
-                self._abort()
+                waiting = _main_thread()
+                threading.Thread(target=self._abort, daemon=True).start()
+                self._exit_unless_moved(waiting)
                 return
+
+    def _exit_unless_moved(self, waiting: tuple[Any, int]) -> None:
+        """End the process where the main thread is still in the same call."""
+        until = time.monotonic() + GRACE
+        while time.monotonic() < until:
+            if self._ended.wait(0.2) or _main_thread() != waiting:
+                return
+        _logger.critical("The collective cannot be ended; this process ends.")
+        os._exit(1)
 
     def end(self) -> None:
         """Watch no more."""
         atexit.unregister(self.end)
         self._ended.set()
         self._thread.join(timeout=1.0)
+
+
+def _main_thread() -> tuple[Any, int]:
+    """Return the frame that the main thread is in, and the place in it."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return frame, frame.f_lasti
 
 
 def complaint(rank: int, timeout: float) -> str:
@@ -58,3 +92,14 @@ def complaint(rank: int, timeout: float) -> str:
         "not all workers entered. Do all workers run the same script on the same "
         "number of batches? TF_DGC_TIMEOUT sets the time."
     )
+
+
+def _hurry() -> None:
+    """Let a process that failed end by SIGALRM, if it does not end by itself.
+
+    Horovod's own shutdown waits for workers that are gone, for as long as a collective
+    does, where it was not this one that it waited in.
+    """
+    if hasattr(sys, "last_value"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_EXIT_SECONDS)

@@ -1,0 +1,252 @@
+#!/usr/bin/env python
+"""Measure what a step of compression costs, in units of a bare update.
+
+    scripts/bench_step.py --json step.json
+    scripts/bench_step.py --elements 1000000 --repeats 100 --no-fit
+
+The bare update is u = m*u + g, v = v + u in place, compiled by XLA: what no momentum
+correction can do without. All is measured in turns, in one process, and the medians of
+the ratios are printed, so that other load on the machine matters less:
+
+    step_ratio              clip, accumulate, select, write and read the own message,
+                            mask; one tensor
+    many_tensors_ratio      the same with the shapes of ResNet-50, over one tensor
+    apply_ratio             read the messages of 4 workers and change the weights
+    overhead_alone_dgc      share by which `fit` on one worker takes longer than
+    overhead_alone_dense    without a strategy
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+
+WORKERS = 4
+MOMENTUM = 0.9
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """Returns the shapes of the 161 trainable variables of ResNet-50."""
+    shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,), (64,)]
+    width = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner = 64 * 2**stage
+        for block in range(blocks):
+            sides = [(1, width, inner), (3, inner, inner), (1, inner, 4 * inner)]
+            if block == 0:
+                sides.append((1, width, 4 * inner))
+            for side, before, after in sides:
+                shapes.append((side, side, before, after))
+                shapes += [(after,)] * 3  # bias, gamma, beta
+            width = 4 * inner
+    return [*shapes, (width, 1000), (1000,)]
+
+
+def bare_update(elements: int) -> Callable[[], Any]:
+    """Returns the update of u and v, and nothing else, in place."""
+    import tensorflow as tf
+
+    u, v = tf.Variable(tf.zeros([elements])), tf.Variable(tf.zeros([elements]))
+    gradient = tf.random.stateless_normal([elements], [1, 2])
+
+    @tf.function(jit_compile=True)
+    def update(gradient: tf.Tensor) -> None:
+        u.assign(MOMENTUM * u + gradient)
+        v.assign_add(u)
+
+    return lambda: update(gradient)
+
+
+class Training:
+    """One worker's exchange of the gradients of some tensors."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        import keras
+        import tensorflow as tf
+
+        from tf_dgc import DGCConfig, dgc
+        from tf_dgc.synchronizers import DeepGradientCompression
+        from tf_dgc.transports.local import LocalTransport
+
+        class Recorder(LocalTransport):
+            """Keeps the last message that was sent eagerly."""
+
+            message: tf.Tensor
+
+            def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+                if tf.executing_eagerly():
+                    self.message = tensor
+                return super().all_gather(tensor, name)
+
+        # The norm of the gradients is about 5000: all are clipped.
+        self.config = DGCConfig(clip_norm=100.0, min_elements=0)
+        self.momentum = dgc.Momentum(MOMENTUM, False, 0.1)
+        self.transport = Recorder()
+        self.synchronizer = DeepGradientCompression(self.transport, self.config)
+        self.sgd = keras.optimizers.SGD(0.1, momentum=MOMENTUM)
+        self.variables = [tf.Variable(tf.zeros(shape)) for shape in shapes]
+        self.gradients = [
+            tf.random.stateless_normal(shape, [3, i]) for i, shape in enumerate(shapes)
+        ]
+        self.step = tf.function(self._step, autograph=False)
+        self.apply = tf.function(self._apply, autograph=False)
+
+    def _step(self, gradients: list[Any]) -> Any:
+        exchange = self.synchronizer.exchange
+        return exchange(self.sgd, gradients, self.variables, self.momentum).apply
+
+    def _apply(self, messages: Any) -> None:
+        from tf_dgc import packing, sparsify
+        from tf_dgc.synchronizers.compressed import receive
+
+        (arena,) = self.synchronizer.arenas.values()
+        slots = sum(sparsify.slots_per_segment(arena.layout, self.config.sparsity))
+        size, value_dtype = arena.layout.size, self.config.value_dtype
+        form = packing.make_format(slots, size, value_dtype)
+        _, positions, values = receive(form, messages)
+        for where, what in zip(positions, values, strict=True):
+            arena.state.add(where, what)
+        own = [self.variables[i] for i in arena.indices]
+        arena.state.subtract(arena.layout, own)
+
+    def messages(self) -> Any:
+        """Returns messages that four workers could have sent in one step."""
+        import tensorflow as tf
+
+        found = []
+        for number in range(WORKERS):
+            order = [tf.roll(g, number, axis=0) for g in self.gradients]
+            self._step([gradient * (1.0 + number) for gradient in order])
+            message = self.transport.message.numpy().copy()
+            message[3] = 0  # the step
+            found.append(message)
+        return tf.stack(found)
+
+
+def in_turns(
+    functions: dict[str, Callable[[], Any]], repeats: int
+) -> dict[str, list[float]]:
+    """Returns the seconds that each function took, again and again in turns."""
+    for function in functions.values():
+        function()
+        function()
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def ratio(taken: dict[str, list[float]], one: str, other: str) -> float:
+    """Returns the median of the ratios of what was measured side by side."""
+    pairs = zip(taken[one], taken[other], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def measure_step(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the ratios of the step, and the medians behind them."""
+    shapes = resnet50_shapes()
+    scale = args.elements / 25e6
+    if scale != 1:  # narrower
+        shapes = [(*s[:-1], max(1, round(s[-1] * scale))) for s in shapes]
+    total = sum(_size(shape) for shape in shapes)
+    one, many = Training([(total // 1024, 1024)]), Training(shapes)
+    bare = bare_update(total // 1024 * 1024)
+    messages, of_many = one.messages(), many.messages()
+    taken = in_turns(
+        {
+            "bare": bare,
+            "step": lambda: one.step(one.gradients),
+            "many_tensors": lambda: many.step(many.gradients),
+            "apply": lambda: one.apply(messages),
+            "apply_many_tensors": lambda: many.apply(of_many),
+        },
+        args.repeats,
+    )
+    return {
+        "elements": total,
+        "step_ratio": ratio(taken, "step", "bare"),
+        "many_tensors_ratio": ratio(taken, "many_tensors", "step"),
+        "apply_ratio": ratio(taken, "apply", "bare"),
+        "apply_many_tensors_ratio": ratio(taken, "apply_many_tensors", "bare"),
+        **{f"{name}_seconds": statistics.median(each) for name, each in taken.items()},
+    }
+
+
+def measure_fit(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns by how much the strategies slow `fit` down on one worker."""
+    import contextlib
+
+    import cifar10
+    import keras
+    import tensorflow as tf
+
+    import tf_dgc
+
+    images = tf.random.stateless_uniform([args.batch, 32, 32, 3], [5, 6])
+    labels = tf.zeros([args.batch], tf.int32)
+    data = tf.data.Dataset.from_tensors((images, labels)).repeat(args.steps)
+    functions = {}
+    for name, strategy in (
+        ("plain", None),
+        ("dgc", tf_dgc.DGCStrategy(transport="local")),
+        ("dense", tf_dgc.DenseStrategy(transport="local")),
+    ):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = cifar10.build(1, 32)
+            sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
+            # As under any strategy.
+            model.compile(sgd, "sparse_categorical_crossentropy", jit_compile=False)
+        functions[name] = lambda model=model: model.fit(data, verbose=0)
+    taken = in_turns(functions, args.fit_repeats)
+    return {
+        "overhead_alone_dgc": ratio(taken, "dgc", "plain") - 1,
+        "overhead_alone_dense": ratio(taken, "dense", "plain") - 1,
+        **{
+            f"fit_{name}_seconds": statistics.median(each)
+            for name, each in taken.items()
+        },
+    }
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for axis in shape:
+        size *= axis
+    return size
+
+
+def main() -> int:
+    """Measures and reports; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=25_000_000)
+    parser.add_argument("--repeats", type=int, default=41, help="of the step")
+    parser.add_argument("--fit-repeats", type=int, default=11, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=10, help="of an epoch")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--no-fit", action="store_true", help="only the step")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    args = parser.parse_args()
+    figures = measure_step(args)
+    if not args.no_fit:
+        figures |= measure_fit(args)
+    for name, figure in figures.items():
+        print(f"{name:28} {figure:.4g}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

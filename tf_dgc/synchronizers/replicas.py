@@ -1,0 +1,113 @@
+"""Replicas are compared from time to time: workers that drift apart stop.
+
+Axes: N workers, T variables.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_dgc.state import ReplicaState
+from tf_dgc.transports.base import Transport
+
+DEFAULT_INTERVAL: Final = 100
+LANES = 16  # sums are taken side by side, in the registers of a processor
+
+
+def default_interval() -> int:
+    """Return the steps in TF_DGC_CHECK_STEPS, or DEFAULT_INTERVAL; 0 is never.
+
+    Raises:
+        ValueError: the variable does not hold a number of steps.
+    """
+    text = os.environ.get("TF_DGC_CHECK_STEPS", "")
+    if text and not (text.isascii() and text.isdecimal()):
+        raise ValueError(
+            "The environment variable TF_DGC_CHECK_STEPS must be a number of steps, 0 "
+            f"or more. Received: TF_DGC_CHECK_STEPS={text!r}"
+        )
+    return int(text) if text else DEFAULT_INTERVAL
+
+
+@tf.function(autograph=False, jit_compile=True)
+def checksums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return a checksum of the bits of each tensor, in one pass over them.
+
+    Args:
+        tensors: T of any static shape, of integer or float types, or bool.
+
+    Returns:
+        shape [T], int32.
+    """
+    return tf.stack([_checksum(tensor) for tensor in tensors])
+
+
+def _checksum(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype == tf.bool:
+        tensor = tf.cast(tensor, tf.uint8)
+    kinds = {1: tf.uint8, 2: tf.uint16}
+    bits = tf.bitcast(tensor, kinds.get(tensor.dtype.size, tf.int32))
+    bits = tf.reshape(tf.cast(bits, tf.int32), [-1])
+    bits = tf.pad(bits, [[0, -bits.shape[0] % LANES]])
+    # A change of the sign counts twice; squares, so that changes do not cancel out.
+    bits = tf.bitwise.bitwise_xor(bits, tf.bitwise.right_shift(bits, 16))
+    lanes = tf.reduce_sum(tf.reshape(bits * bits + bits, [-1, LANES]), axis=0)
+    return tf.reduce_sum(lanes * (2 * tf.range(LANES) + 1))
+
+
+def compare(
+    transport: Transport,
+    state: ReplicaState,
+    variables: Sequence[Any],
+    steps: Any,
+    interval: int,
+    name: str,
+) -> None:
+    """Compare variables with those of the other workers, where it is time.
+
+    Args:
+        transport: to the others.
+        state: counts the steps.
+        variables: T that should have the same bits on all workers; what only
+            describes a tensor is left out.
+        steps: taken since the last call, the same on all workers.
+        interval: steps from one comparison to the next; 0 is never.
+        name: prefix of the names of the collectives.
+
+    Raises:
+        tf.errors.InvalidArgumentError: they differ; on all workers.
+    """
+    variables = [v for v in variables if hasattr(v, "assign")]
+    if transport.alone or not interval or not variables:
+        return
+    with tf.device("CPU:0"):
+        passed = state.steps.assign_add(tf.cast(steps, tf.int64))
+        due = passed - state.compared >= interval
+
+    def gather() -> None:
+        own = checksums([tf.convert_to_tensor(variable) for variable in variables])
+        found = transport.all_gather(own, f"{name}.weights")
+        state.compared.assign(passed)
+        _refuse(found, passed, [variable.name for variable in variables])
+
+    tf.cond(due, gather, lambda: None)
+
+
+def _refuse(found: tf.Tensor, step: tf.Tensor, names: list[str]) -> None:
+    """Raise InvalidArgumentError where checksums [N, T] differ between workers."""
+    differs = found != found[0]
+    first = tf.argmax(tf.cast(tf.reduce_any(differs, axis=0), tf.int32))
+    tf.debugging.Assert(
+        ~tf.reduce_any(differs),
+        [
+            "The workers' weights have drifted apart; all stop. Steps taken in this "
+            "run, the first variable that differs, and the ranks on which it differs "
+            "from that of rank 0:",
+            step,
+            tf.gather(tf.constant(names), first),
+            tf.where(differs[:, first])[:, 0],
+        ],
+        summarize=-1,
+    )
