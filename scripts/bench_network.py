@@ -11,7 +11,8 @@ are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
 
     dense      everything is exchanged; over collective that is the ring all-reduce of
                MultiWorkerMirroredStrategy
-    dgc        Deep Gradient Compression at sparsity 0.999, compression included
+    dgc        Deep Gradient Compression at sparsity 0.999, compression included, and
+               the change of the weights, which dense training has still to make
     alone      exchange only: what dgc computes, on all workers at once, with nothing
                exchanged
     averaging  fit only: parameters are averaged every 16 steps
@@ -89,15 +90,17 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     kernel = tf.Variable(tf.zeros([side, side]), name="kernel")
     owner = tf.Module()  # stands for the optimizer
     momentum = dgc.Momentum(MOMENTUM, nesterov=False, learning_rate=0.1)
-    steps = {
-        method: tf.function(
-            lambda gradient, each=each: each.exchange(
-                owner, [gradient], [kernel], momentum
-            ).gradients[0],
-            autograph=False,
-        )
-        for method, each in synchronizers.items()
-    }
+
+    def step_of(synchronizer: Synchronizer) -> Callable[..., Any]:
+        @tf.function(autograph=False)
+        def step(gradient: tf.Tensor) -> Any:
+            return synchronizer.exchange(
+                owner, [gradient], [kernel], momentum, subtract=True
+            ).gradients
+
+        return step
+
+    steps = {method: step_of(each) for method, each in synchronizers.items()}
 
     @tf.function
     def gradient_of(step: tf.Tensor) -> tf.Tensor:

@@ -99,8 +99,10 @@ class Training:
         self.apply = tf.function(self._apply, autograph=False)
 
     def _step(self, gradients: list[Any]) -> Any:
-        exchange = self.synchronizer.exchange
-        return exchange(self.sgd, gradients, self.variables, self.momentum).apply
+        found = self.synchronizer.exchange(
+            self.sgd, gradients, self.variables, self.momentum, subtract=True
+        )
+        return found.apply
 
     def _apply(self, messages: Any) -> None:
         from tf_dgc import packing, sparsify
@@ -111,10 +113,8 @@ class Training:
         size, value_dtype = arena.layout.size, self.config.value_dtype
         form = packing.make_format(slots, size, value_dtype)
         _, positions, values = receive(form, messages)
-        for where, what in zip(positions, values, strict=True):
-            arena.state.add(where, what)
         own = [self.variables[i] for i in arena.indices]
-        arena.state.subtract(arena.layout, own)
+        arena.state.subtract(arena.layout, own, positions, values)
 
     def messages(self) -> Any:
         """Returns messages that four workers could have sent in one step."""

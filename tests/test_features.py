@@ -104,10 +104,12 @@ class DenseOverHorovod(Equal):
     strategy, transport = "dense", "horovod"
 
 
+@pytest.mark.slow
 class DenseOverBoth(Equal):
     strategy, transport = "dense", "hybrid"
 
 
+@pytest.mark.slow
 class DenseOnFourWorkers(Equal):
     strategy, transport, workers = "dense", "collective", 4
 
@@ -148,6 +150,7 @@ class CompressedOverCollectives(Compressed):
     transport = "collective"
 
 
+@pytest.mark.slow
 class CompressedOverHorovod(Compressed):
     transport = "horovod"
 
@@ -156,6 +159,7 @@ class CompressedOverBoth(Compressed):
     transport = "hybrid"
 
 
+@pytest.mark.slow
 class CompressedOnFourWorkers(Compressed):
     transport, workers = "collective", 4
 
@@ -204,7 +208,7 @@ FEW = (
 )
 
 
-class AveragedInShort(Features):
+class InShort(Features):
     """What is most its own, on other numbers of workers."""
 
     strategy: ClassVar[str] = "averaging_by_all_means"
@@ -217,16 +221,20 @@ class AveragedInShort(Features):
             self.assertTrue(found.get("continued", True))
 
 
-class AveragedOnThreeWorkersOverHorovod(AveragedInShort):
+class AveragedOnThreeWorkersOverHorovod(InShort):
     transport, workers = "horovod", 3
 
 
-class AveragedOnFourWorkers(AveragedInShort):
+class AveragedOnFourWorkers(InShort):
     transport, workers = "collective", 4
 
 
-class AveragedAlone(AveragedInShort):
+class AveragedAlone(InShort):
     transport, workers = "local", 1
+
+
+class CompressedInShortOnFourWorkers(InShort):
+    strategy, transport, workers = "dgc", "collective", 4
 
 
 class AveragedEveryStep(Features):

@@ -209,9 +209,14 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
         expected = Parsed(form, np.stack(valid))
         self.assertTrue(expected.whole.all())
         for rank in range(4):
-            found = expected.positions[rank]
-            self.assertAllEqual(positions[rank], found[found >= 0])
-            self.assertAllEqual(values[rank], expected.values[rank][found >= 0])
+            where = expected.positions[rank]
+            count = int((where >= 0).sum())
+            self.assertAllEqual(positions[rank, :count], where[where >= 0])
+            self.assertAllEqual(values[rank, :count], expected.values[rank][where >= 0])
+            self.assertAllEqual(
+                positions[rank, count:] == form.size, [True] * (form.slots - count)
+            )
+            self.assertAllEqual(values[rank, count:], [0.0] * (form.slots - count))
         refused = 0
         for trial in range(60):
             rank, octets = trial % 4, valid[(trial + 1) % 4].tobytes()
@@ -310,9 +315,12 @@ class SentTest(tf.test.TestCase):
             config=config,
             step=tf.constant(seed, tf.int64),
         )
-        _, (positions, _), (values, _) = receive(form, tf.stack([message] * 2))
-        self.assertLen(values, len(positions))
-        self.assertLessEqual(len(positions), form.slots)
+        counts, positions, values = receive(form, tf.stack([message] * 2))
+        self.assertAllEqual(
+            tf.reduce_sum(tf.cast(positions < form.size, tf.int32), 1), counts
+        )
+        self.assertEqual(positions.shape, [2, form.slots])
+        self.assertEqual(values.shape, [2, form.slots])
 
 
 class TamperingTest(parameterized.TestCase, tf.test.TestCase):

@@ -21,7 +21,7 @@ from tf_dgc.dgc import Momentum
 from tf_dgc.synchronizers import DeepGradientCompression
 
 STEPS = 4
-steady = hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
+steady = hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
 
 
 class Case(NamedTuple):

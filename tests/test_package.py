@@ -26,6 +26,7 @@ TIERS = (
     ("config", "version", "_host", "plots", "rates", "state_files"),
     ("schedules", "layout", "sparsify", "packing"),
     ("dgc", "averaging"),
+    ("inplace",),
     (
         "data",
         "state",

@@ -68,7 +68,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
 
         return run_workers(workers, work)
 
-    @parameterized.product(workers=[1, 2, 3], saved_at=[1, 2, 5], early=[True, False])
+    @parameterized.product(workers=[1, 3], saved_at=[1, 5], early=[True, False])
     def test_goes_on_as_if_it_had_never_stopped(
         self, workers: int, saved_at: int, early: bool
     ) -> None:
@@ -91,7 +91,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
                 [a.tobytes() for a in tf.nest.flatten(two)],
             )
 
-    @parameterized.product(before=[1, 2, 3, 4], after=[1, 2, 3, 4])
+    @parameterized.parameters((1, 2), (2, 1), (2, 4), (3, 3), (3, 2), (4, 1))
     def test_on_another_number_of_workers_the_sum_stays(
         self, before: int, after: int
     ) -> None:

@@ -1,5 +1,7 @@
 """Tests of the selection."""
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
@@ -37,16 +39,24 @@ def normal(layout: Layout, seed: int, scales: list[float] | None = None) -> list
     ]
 
 
+def thresholds(arena: tf.Tensor, *args: Any) -> tf.Tensor:
+    return sparsify.thresholds(arena, sparsify.peaks(arena), *args)
+
+
 def select(
     arena: tf.Tensor, layout: Layout, threshold: tf.Tensor, slots: int
 ) -> tf.Tensor:
-    return sparsify.select(arena, sparsify.peaks(arena), layout, threshold, slots, STEP)
+    found = sparsify.select(
+        arena, sparsify.peaks(arena), layout, threshold, slots, STEP
+    )
+    np.testing.assert_array_equal(found[1], tf.gather(arena, found[0]))
+    return found[0]
 
 
 def selected(
     layout: Layout, arena: tf.Tensor, sparsity: float, fraction: float = 1.0
 ) -> np.ndarray:
-    threshold = sparsify.thresholds(arena, layout, sparsity, fraction, STEP)
+    threshold = thresholds(arena, layout, sparsity, fraction, STEP)
     slots = sum(sparsify.slots_per_segment(layout, sparsity))
     return select(arena, layout, threshold, slots).numpy()
 
@@ -157,7 +167,7 @@ class ExactSelectionTest(tf.test.TestCase):
 
     def test_an_empty_arena_has_no_thresholds(self) -> None:
         layout = layout_of()
-        found = sparsify.thresholds(tf.zeros([0]), layout, 0.9, 1.0, STEP)
+        found = thresholds(tf.zeros([0]), layout, 0.9, 1.0, STEP)
         self.assertEqual(found.shape, [0])
 
 
@@ -227,7 +237,7 @@ class SampledThresholdsTest(tf.test.TestCase):
         wanted = sparsify.slots_per_segment(layout, sparsity)
         ratios = []
         for step in range(steps):
-            found = sparsify.thresholds(
+            found = thresholds(
                 arena, layout, sparsity, 0.01, tf.constant(step, tf.int64)
             ).numpy()
             self.assertEqual(found.dtype, np.float32)
@@ -278,9 +288,7 @@ class SampledThresholdsTest(tf.test.TestCase):
         arena = arena_of(layout, normal(layout, 12))
         found = {
             float(
-                sparsify.thresholds(
-                    arena, layout, 0.999, 0.01, tf.constant(step, tf.int64)
-                )[0]
+                thresholds(arena, layout, 0.999, 0.01, tf.constant(step, tf.int64))[0]
             )
             for step in range(10)
         }
@@ -289,12 +297,12 @@ class SampledThresholdsTest(tf.test.TestCase):
     def test_the_whole_sample_gives_the_exact_threshold(self) -> None:
         layout = layout_of((1024, 1000))
         arena = arena_of(layout, normal(layout, 13))
-        found = sparsify.thresholds(arena, layout, 0.999, 1.0, STEP)
+        found = thresholds(arena, layout, 0.999, 1.0, STEP)
         self.assertEqual(found.numpy()[0], np.sort(np.abs(arena.numpy()))[-1024])
 
     def test_thresholds_of_zeros_are_positive(self) -> None:
         layout = layout_of((1024, 1000), (2, 2))
-        found = sparsify.thresholds(tf.zeros([layout.size]), layout, 0.999, 0.01, STEP)
+        found = thresholds(tf.zeros([layout.size]), layout, 0.999, 0.01, STEP)
         self.assertAllGreater(found, 0.0)
 
     def test_zeros_are_not_sent_for_want_of_others(self) -> None:
@@ -309,7 +317,7 @@ class SampledThresholdsTest(tf.test.TestCase):
         arena = arena_of(layout, normal(layout, 14))
         for sparsity in (0.0, 0.001, 0.01):
             for step in range(97):
-                found = sparsify.thresholds(
+                found = thresholds(
                     arena, layout, sparsity, 0.01, tf.constant(step, tf.int64)
                 )
                 self.assertAllGreater(found, 0.0)
@@ -321,38 +329,38 @@ class SampledThresholdsTest(tf.test.TestCase):
 
         @tf.function
         def positions(step: tf.Tensor) -> tf.Tensor:
-            threshold = sparsify.thresholds(arena, layout, 0.99, 0.01, step)
+            threshold = thresholds(arena, layout, 0.99, 0.01, step)
             peaks = sparsify.peaks(arena)
-            return sparsify.select(arena, peaks, layout, threshold, slots, step)
+            return sparsify.select(arena, peaks, layout, threshold, slots, step)[0]
 
         for number in range(3):
             step = tf.constant(number, tf.int64)
-            threshold = sparsify.thresholds(arena, layout, 0.99, 0.01, step)
+            threshold = thresholds(arena, layout, 0.99, 0.01, step)
             peaks = sparsify.peaks(arena)
             expected = sparsify.select(arena, peaks, layout, threshold, slots, step)
-            self.assertAllEqual(positions(step), expected)
+            self.assertAllEqual(positions(step), expected[0])
 
 
 class PeaksTest(tf.test.TestCase):
     @settings(steady, max_examples=20)
     @given(st.integers(1, 5), st.integers(0, 2**31), st.sampled_from([(), (3,)]))
-    def test_are_the_largest_magnitudes_of_their_lanes(
+    def test_are_the_largest_magnitudes_of_their_lines(
         self, blocks: int, seed: int, axes: tuple[int, ...]
     ) -> None:
         random = np.random.default_rng(seed)
         shape = (*axes, blocks * layout_lib.BLOCK)
         arena = random.normal(size=shape) * 10.0 ** random.integers(-42, 38, shape)
         arena = arena.astype(np.float32)
-        rows = np.abs(arena).reshape(*axes, blocks, -1, sparsify.LANES)
-        expected = rows.max(axis=-2)
+        lines = np.abs(arena).reshape(*axes, -1, sparsify.LINE)
+        expected = lines.max(axis=-1)
         self.assertAllEqual(sparsify.peaks(tf.constant(arena)), expected)
 
     def test_what_is_not_finite_comes_last(self) -> None:
         arena = np.zeros(2 * layout_lib.BLOCK, np.float32)
-        arena[[3, 3 + sparsify.LANES, 131]] = np.nan, -np.inf, -np.inf
+        arena[[3, 5, 131]] = np.nan, -np.inf, -np.inf
         found = sparsify.peaks(tf.constant(arena)).numpy()
-        self.assertTrue(np.isnan(found[0, 3]))
-        self.assertEqual(found[1, 3], np.inf)
+        self.assertTrue(np.isnan(found[0]))
+        self.assertEqual(found[128 // sparsify.LINE], np.inf)
 
 
 if __name__ == "__main__":

@@ -176,10 +176,9 @@ def select(
     """
     slots = sum(sparsify.slots_per_segment(layout, sparsity))
     threshold = sparsify.thresholds(
-        residual, layout, sparsity, config.sample_fraction, step
+        residual, peaks, layout, sparsity, config.sample_fraction, step
     )
-    positions = sparsify.select(residual, peaks, layout, threshold, slots, step)
-    values = tf.gather(residual, positions)
+    positions, values = sparsify.select(residual, peaks, layout, threshold, slots, step)
     value_dtype, exponent = tf.as_dtype(config.value_dtype), tf.zeros([], tf.int32)
     if value_dtype == tf.float16:
         largest = tf.maximum(tf.reduce_max(tf.abs(values)), sparsify.SMALLEST)

@@ -106,9 +106,17 @@ def segment_of_block(layout: Layout) -> np.ndarray:
     return np.repeat(np.arange(len(blocks), dtype=np.int64), blocks)
 
 
+def bounds(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
+    """Find the segments among positions, shape [K], int64, ascending.
+
+    Returns:
+        Where each segment begins, and the last one ends: shape [T + 1], int64.
+    """
+    offsets = [*(segment.offset for segment in layout.segments), layout.size]
+    return tf.searchsorted(positions, tf.constant(offsets, tf.int64), out_type=tf.int64)
+
+
 def count_by_segment(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
-    """Count positions, shape [C], int64, by segment: shape [T], int64."""
-    ends = tf.constant([s.offset + s.size for s in layout.segments], tf.int64)
-    segment = tf.searchsorted(ends, positions, side="right")
-    count = len(layout.segments)
-    return tf.math.bincount(segment, None, count, count, tf.int64)
+    """Count positions, shape [C], int64, ascending, by segment: shape [T], int64."""
+    found = bounds(layout, positions)
+    return found[1:] - found[:-1]

@@ -49,19 +49,8 @@ def update(
         apply: the optimizer's own update of a list of pairs (gradient, variable) at a
             learning rate.
     """
-    arena = exchanged.arena
-    if arena is not None and all(
-        exchanged.compressed[i] and variables[i].dtype == tf.float32
-        for i in arena.indices
-    ):
-        # What was sent is SGD's finished step.
-        gradients = exchanged.summed
-        own = [variables[i] for i in arena.indices]
-        own = [v.value if isinstance(v, keras.Variable) else v for v in own]
-        arena.state.subtract(arena.layout, own)
-    else:
-        gradients = exchanged.gradients
-    triples = zip(gradients, variables, exchanged.compressed, strict=True)
+    triples = zip(exchanged.gradients, variables, exchanged.compressed, strict=True)
+    # None was applied in the exchange.
     flagged = [((g, v), taken) for g, v, taken in triples if g is not None]
     if plain := [pair for pair, taken in flagged if not taken]:
         apply(plain, learning_rate)

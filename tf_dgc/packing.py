@@ -146,16 +146,14 @@ def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _high_bits(form: Format, positions: tf.Tensor) -> tf.Tensor:
-    total = form.body_bytes[2]
     rank = tf.range(tf.size(positions, tf.int64), dtype=tf.int64)
     index = rank + tf.bitwise.right_shift(positions, form.low_bits)
-    bits = tf.scatter_nd(
-        index[:, tf.newaxis],
-        tf.ones_like(index, tf.float32),
-        tf.constant([8 * total], tf.int64),
+    # Sums of different powers of two: exact.
+    bit = tf.gather(
+        tf.constant([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]), index % 8
     )
-    weights = tf.constant([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0])
-    return tf.cast(tf.linalg.matvec(tf.reshape(bits, [-1, 8]), weights), tf.uint8)
+    octets = tf.math.unsorted_segment_sum(bit, index // 8, form.body_bytes[2])
+    return tf.cast(octets, tf.uint8)
 
 
 def unpack(form: Format, message: tf.Tensor) -> tuple[Header, tf.Tensor, tf.Tensor]:
@@ -181,10 +179,10 @@ def unpack(form: Format, message: tf.Tensor) -> tuple[Header, tf.Tensor, tf.Tens
     low = low_bytes
     if width > 1:
         low = tf.bitcast(tf.reshape(low_bytes, [form.slots, width]), low_dtype)
-    shifts = tf.range(8, dtype=tf.int32)
-    bits = tf.bitwise.right_shift(tf.cast(high_bytes, tf.int32)[:, tf.newaxis], shifts)
-    bits = tf.bitwise.bitwise_and(bits, 1)
-    index = tf.where(tf.reshape(bits, [-1]) > 0)[: form.slots, 0]
+    bits = tf.bitwise.bitwise_and(
+        high_bytes[:, tf.newaxis], tf.constant([1, 2, 4, 8, 16, 32, 64, 128], tf.uint8)
+    )
+    index = tf.where(tf.reshape(bits, [-1]))[: form.slots, 0]
     count = tf.size(index)
     high = index - tf.range(tf.size(index, tf.int64), dtype=tf.int64)
     positions = high * 2**form.low_bits + tf.cast(low[:count], tf.int64)

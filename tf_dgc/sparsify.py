@@ -1,23 +1,44 @@
 """Choose the elements to send: sampled thresholds, exact selection. Pure functions.
 
-Axes: P arena elements, B = P / BLOCK blocks, L lanes of a block, T tensors, K message
-slots, C candidates.
+Axes: P arena elements, L = P / LINE lines of them, B = P / BLOCK blocks, T tensors,
+K message slots, C candidates.
 """
 
 import functools
 import math
 
+import numpy as np
 import tensorflow as tf
 
-from tf_dgc import layout as layout_lib
-from tf_dgc.layout import BLOCK, Layout, Segment
+from tf_dgc.layout import BLOCK, Layout
 
 # The k-th largest of a sample scatters by about 1/sqrt(k): at least so many.
 MIN_SAMPLED_ABOVE = 64
+# Of smaller tensors a sample would save nothing.
+MIN_SAMPLED = 8192
 # Zeros are never worth a slot; the smallest normal float32 keeps them out.
 SMALLEST = 1.1754944e-38
-# As many maxima are taken side by side, in the registers of a processor.
-LANES = 16
+# The elements of a line lie side by side; only lines with a large one are looked into.
+LINE = 8
+
+
+def peaks(arena: tf.Tensor) -> tf.Tensor:
+    """Return the largest magnitude of each line.
+
+    XLA makes vector instructions of it, other than of a reduction. Magnitudes are
+    ordered as their bits are; NaN comes last.
+
+    Args:
+        arena: shape [..., P], float32.
+
+    Returns:
+        shape [..., L], float32.
+    """
+    *axes, size = arena.shape.as_list()
+    bits = tf.bitwise.bitwise_and(tf.bitcast(arena, tf.int32), 0x7FFFFFFF)
+    lines = tf.reshape(bits, [*axes, size // LINE, LINE])
+    found = functools.reduce(tf.maximum, tf.unstack(lines, axis=-1))
+    return tf.bitcast(found, tf.float32)
 
 
 def slots_per_segment(layout: Layout, sparsity: float) -> list[int]:
@@ -30,6 +51,7 @@ def slots_per_segment(layout: Layout, sparsity: float) -> list[int]:
 
 def thresholds(
     arena: tf.Tensor,
+    peaks: tf.Tensor,
     layout: Layout,
     sparsity: float,
     sample_fraction: float,
@@ -37,13 +59,14 @@ def thresholds(
 ) -> tf.Tensor:
     """Estimate, for each tensor, the magnitude that `1 - sparsity` of it exceeds.
 
-    The k-th largest magnitude of an evenly spaced sample, which starts elsewhere at
-    every step. The sample is `sample_fraction` of the tensor, more where that would
-    leave fewer than MIN_SAMPLED_ABOVE above the threshold, and then, for small
+    The k-th largest magnitude of a sample: of as many lines each, one is taken, another
+    one at every step. The sample is `sample_fraction` of the tensor, more where that
+    would leave fewer than MIN_SAMPLED_ABOVE above the threshold, and then, for small
     tensors, all of it: their thresholds are exact.
 
     Args:
         arena: shape [P], float32, the residual v.
+        peaks: of the arena, shape [L].
         layout: T segments.
         sparsity: fraction not sent.
         sample_fraction: in (0, 1].
@@ -59,43 +82,37 @@ def thresholds(
         if slots >= segment.size:
             found.append(tf.constant(SMALLEST))
             continue
-        stride = _stride(segment, slots, sample_fraction)
-        start = tf.cast(segment.offset + step * 7919 % stride, tf.int32)
-        values = arena[start : segment.offset + segment.size : stride]
-        count = max(1, min(round(slots / stride), segment.size // stride))
-        largest = tf.math.top_k(tf.abs(values), count).values
-        found.append(tf.maximum(largest[-1], SMALLEST))
+        wanted = max(
+            segment.size * sample_fraction,
+            MIN_SAMPLED_ABOVE * segment.size / slots,
+            MIN_SAMPLED,
+        )
+        stride = max(1, int(segment.size / wanted))
+        lines = -(-segment.size // BLOCK) * BLOCK // LINE // stride
+        k = round(slots * lines * LINE / segment.size) if stride > 1 else slots
+        # At random, so that rows of whatever length do not fool the sample.
+        random = np.random.default_rng(segment.offset).integers(stride, size=lines)
+        places = segment.offset // LINE + np.arange(lines) * stride
+        places += (random + step * 7919) % stride
+        found.append(_kth_largest(arena, peaks, places, max(1, k)))
     return tf.stack(found) if found else tf.zeros([0])
 
 
-def _stride(segment: Segment, slots: int, sample_fraction: float) -> int:
-    """Return the step width of a segment's sample, coprime to common row lengths."""
-    wanted = max(
-        segment.size * sample_fraction, MIN_SAMPLED_ABOVE * segment.size / slots
-    )
-    stride = int(segment.size / wanted)
-    while stride > 1 and math.gcd(stride, 2 * 3 * 5 * 7) > 1:
-        stride -= 1
-    return max(stride, 1)
-
-
-def peaks(arena: tf.Tensor) -> tf.Tensor:
-    """Return the largest magnitudes of each block, one of every L-th element.
-
-    XLA makes vector instructions of it, other than of a reduction. Magnitudes are
-    ordered as their bits are; NaN comes last.
-
-    Args:
-        arena: shape [..., P], float32.
-
-    Returns:
-        shape [..., B, L], float32.
-    """
-    *axes, size = arena.shape.as_list()
-    bits = tf.bitwise.bitwise_and(tf.bitcast(arena, tf.int32), 0x7FFFFFFF)
-    rows = tf.reshape(bits, [*axes, size // BLOCK, BLOCK // LANES, LANES])
-    found = functools.reduce(tf.maximum, tf.unstack(rows, axis=-2))
-    return tf.bitcast(found, tf.float32)
+def _kth_largest(
+    arena: tf.Tensor, peaks: tf.Tensor, places: tf.Tensor, k: int
+) -> tf.Tensor:
+    """Return the k-th largest magnitude of the lines at some places, shape []."""
+    # The k largest are in the k groups of lines that have the largest peaks. Least is
+    # looked at where there are as many groups as elements in k of them.
+    lines = places.shape[0]
+    depth = max(1, 2 ** round(math.log2(lines / (LINE * k)) / 2))
+    depth = min(depth, BLOCK // LINE, lines)
+    groups = tf.reshape(places[: lines // depth * depth], [-1, depth])
+    largest = tf.reduce_max(tf.gather(peaks, groups), axis=1)
+    best = tf.math.top_k(largest, min(k, lines // depth), sorted=False).indices
+    chosen = tf.gather(tf.reshape(arena, [-1, LINE]), tf.gather(groups, best))
+    magnitudes = tf.reshape(tf.abs(chosen), [-1])
+    return tf.maximum(tf.math.top_k(magnitudes, k).values[-1], SMALLEST)
 
 
 def select(
@@ -105,10 +122,10 @@ def select(
     threshold: tf.Tensor,
     slots: int,
     step: tf.Tensor,
-) -> tf.Tensor:
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Select the elements that reach their own tensor's threshold.
 
-    Only blocks whose largest element reaches it are looked into.
+    Only lines whose largest element reaches it are looked into.
 
     Where more do than there are slots, those that exceed it the most, relative to
     it, are kept; among equals those that follow a place which moves with every step.
@@ -116,30 +133,59 @@ def select(
 
     Args:
         arena: shape [P], float32.
-        peaks: of the arena, shape [B, L].
+        peaks: of the arena, shape [L].
         layout: T segments.
         threshold: shape [T], float32, positive.
         slots: K, the most elements to select.
         step: shape [], int64.
 
     Returns:
-        Positions in the arena, ascending: shape [C'], int64, C' <= K.
+        Positions in the arena, ascending: shape [C'], int64, C' <= K; and what is
+        there, shape [C'], float32.
     """
-    of_block = tf.gather(threshold, layout_lib.segment_of_block(layout))
-    blocks = tf.where(~(tf.reduce_max(peaks, axis=1) < of_block))[:, 0]
-    magnitudes = tf.abs(tf.gather(tf.reshape(arena, [-1, BLOCK]), blocks))
-    passes = tf.where(magnitudes >= tf.gather(of_block, blocks)[:, tf.newaxis])
-    candidates = tf.gather(blocks, passes[:, 0]) * BLOCK + passes[:, 1]
+    counts = [-(-segment.size // BLOCK) for segment in layout.segments]
+    filled = [tf.fill([count], threshold[i]) for i, count in enumerate(counts)]
+    of_block = tf.concat([tf.zeros([0]), *filled], axis=0)
+    # From blocks to lines to elements; a NaN is no reason to pass over its line.
+    by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
+    blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]
+    least = tf.gather(of_block, blocks)[:, tf.newaxis]
+    lines, _ = _within(blocks, ~(tf.gather(by_block, blocks) < least))
+    elements = tf.gather(tf.reshape(arena, [-1, LINE]), lines)
+    least = tf.gather(of_block, lines // (BLOCK // LINE))[:, tf.newaxis]
+    candidates, index = _within(lines, tf.abs(elements) >= least)
+    values = tf.gather(tf.reshape(elements, [-1]), index)
 
-    def strongest() -> tf.Tensor:
+    def strongest() -> tuple[tf.Tensor, tf.Tensor]:
         # top_k takes the first of equals.
-        moved = tf.roll(candidates, -step * 7919 % tf.size(candidates, tf.int64), 0)
-        excess = tf.abs(tf.gather(arena, moved)) / tf.gather(of_block, moved // BLOCK)
+        count = tf.size(candidates, tf.int64)
+        start = step * 7919 % count
+        excess = tf.abs(values) / tf.gather(of_block, candidates // BLOCK)
+        excess = tf.roll(excess, -start, 0)
         kept = tf.math.top_k(excess, slots, sorted=False, index_type=tf.int64).indices
-        return tf.sort(tf.gather(moved, kept))
+        times = tf.math.unsorted_segment_sum(
+            tf.ones_like(kept, tf.int32), (kept + start) % count, count
+        )
+        kept = tf.where(times > 0)[:, 0]
+        return tf.gather(candidates, kept), tf.gather(values, kept)
 
-    positions = tf.cond(
-        tf.size(candidates, tf.int64) > slots, strongest, lambda: candidates
-    )
-    positions.set_shape([None])
-    return positions
+    crowded = tf.size(candidates, tf.int64) > slots
+    found = tf.cond(crowded, strongest, lambda: (candidates, values))
+    for part in found:
+        part.set_shape([None])
+    return found
+
+
+def _within(parents: tf.Tensor, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Number the parts of some parents.
+
+    Args:
+        parents: shape [C], int64, the numbers of the parents.
+        mask: which of their W parts count, shape [C, W].
+
+    Returns:
+        The numbers of the parts that count, and their places in the flat mask; int64.
+    """
+    width = mask.shape[1]
+    index = tf.where(tf.reshape(mask, [-1]))[:, 0]
+    return tf.gather(parents, index // width) * width + index % width, index

@@ -1,12 +1,13 @@
 """The variables of a worker: velocity, residual, counters. Owns state, does no math."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import dgc, sparsify
+from tf_dgc import dgc, inplace
 from tf_dgc import layout as layout_lib
 from tf_dgc.layout import Layout
 
@@ -21,49 +22,38 @@ def _variable(value: tf.Tensor, name: str) -> tf.Variable:
     )
 
 
-def _put(variable: tf.Variable, where: tf.Tensor, values: tf.Tensor) -> None:
-    """Assign some elements in place, at positions of shape [C, axes]."""
-    if variable.shape.rank == 1:  # ten times as fast on CPUs as the general operation
-        tf.raw_ops.ResourceScatterUpdate(
-            resource=variable.handle, indices=where[:, 0], updates=values
-        )
-    else:
-        tf.raw_ops.ResourceScatterNdUpdate(
-            ref=variable.handle, indices=where, updates=values
-        )
-    _share_buffer(variable)
-
-
-def _share_buffer(variable: tf.Variable) -> None:
-    """Undo what scattering does: that every later read makes a copy of the whole."""
-    tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
-
-
 class ArenaState:
     """The state of one optimizer's compressed tensors on one worker.
+
+    All changes are in place. Positions that are not below P, and stand for unused slots
+    of a message, change nothing.
 
     Attributes:
         velocity: u, float32; None where no momentum is corrected.
         residual: v, of the same shape: [P], or [N, P] where one process is N workers.
-        total: what all workers sent in the last step, shape [P], float32.
         step: shape [], int64, number of exchanges done.
     """
 
     def __init__(self, shape: list[int], with_velocity: bool, device: str) -> None:
         """Create the variables, all zero, outside of any graph."""
+        self._device = device
         with tf.init_scope(), tf.device(device):
             zeros = tf.zeros(shape)
             self.velocity = _variable(zeros, "dgc_velocity") if with_velocity else None
             self.residual = _variable(zeros, "dgc_residual")
-            self.total = _variable(tf.zeros(shape[-1:]), "dgc_total")
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = _variable(tf.zeros([], tf.int64), "dgc_step")
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    @functools.cached_property
+    def total(self) -> tf.Variable:
+        """What all workers sent in the last step, shape [P], float32."""
+        with tf.init_scope(), tf.device(self._device):
+            return _variable(tf.zeros(self.residual.shape[-1:]), "dgc_total")
 
     def accumulate(
         self, gradient: tf.Tensor, scale: tf.Tensor, momentum: dgc.Momentum | None
     ) -> tf.Tensor:
-        """Add a gradient, in place, as `dgc.accumulate` does; clear `total`.
+        """Add a gradient, as `dgc.accumulate` does.
 
         Args:
             gradient: g, shape of v, float32.
@@ -73,81 +63,90 @@ class ArenaState:
         Returns:
             `sparsify.peaks` of v.
         """
+        state = dgc.State(self.velocity, self.residual)
         rate = None if momentum is None else tf.cast(momentum.learning_rate, tf.float32)
         form = None if momentum is None else (momentum.factor, momentum.nesterov)
-        with tf.device(self.residual.device):
-            if form not in self._compiled:
-                self._compiled[form] = self._accumulation(form)
-            return self._compiled[form](gradient, scale, rate)
-
-    def _accumulation(
-        self, form: tuple[float, bool] | None
-    ) -> Callable[..., tf.Tensor]:
-        velocity, residual, total = self.velocity, self.residual, self.total
-
-        def accumulate(
-            gradient: tf.Tensor, scale: tf.Tensor, rate: tf.Tensor | None
-        ) -> tf.Tensor:
-            momentum = None if form is None else dgc.Momentum(*form, rate)
-            gradient = scale[..., tf.newaxis] * gradient
-            u, v = dgc.accumulate(dgc.State(velocity, residual), gradient, momentum)
-            if velocity is not None:
-                velocity.assign(u)
-            residual.assign(v)
-            total.assign(tf.zeros_like(total))
-            return sparsify.peaks(v)
-
-        # One pass, and in place, where nobody else holds the buffers.
-        return tf.function(accumulate, autograph=False, jit_compile=True)
+        return inplace.run(
+            self._device, inplace.accumulate, *state, gradient, scale, rate, form=form
+        )
 
     def keep(
         self, worker: int, positions: tf.Tensor, sent: tf.Tensor, masking: bool
     ) -> None:
-        """Take what was sent out of u and v, in place: sent + kept = accumulated.
+        """Take what was sent out of u and v: sent + kept = accumulated.
 
         Args:
             worker: whose state this is, of those that this process is.
-            positions: shape [C], int64, without repetition.
-            sent: shape [C], float32, of v.
+            positions: shape [K], int64, without repetition.
+            sent: shape [K], float32, of v.
             masking: momentum factor masking; clears u where something was sent.
         """
         where = positions[:, tf.newaxis]
         if self.residual.shape.rank > 1:
             where = tf.pad(where, [[0, 0], [1, 0]], constant_values=worker)
-        _put(
-            self.residual, where, tf.gather_nd(self.residual.read_value(), where) - sent
-        )
-        if masking and self.velocity is not None:
-            _put(self.velocity, where, tf.zeros_like(sent))
+        velocity = self.velocity if masking else None
+        inplace.run(self._device, inplace.keep, velocity, self.residual, where, sent)
 
-    def add(self, positions: tf.Tensor, values: tf.Tensor) -> None:
-        """Add what a worker sent to `total`, in place; arguments as of `keep`."""
-        tf.raw_ops.ResourceScatterAdd(
-            resource=self.total.handle, indices=positions, updates=values
-        )
-        _share_buffer(self.total)
+    def sum_up(self, positions: tf.Tensor, values: tf.Tensor) -> None:
+        """Put the sum of what N workers sent into `total`.
+
+        Args:
+            positions: shape [N, K], int64, each worker's without repetition.
+            values: shape [N, K], float32.
+        """
+        inplace.run(self._device, inplace.sum_up, self.total, positions, values)
 
     def tensors(self, layout: Layout) -> list[tf.Tensor]:
         """Return `total` as the T tensors that it holds."""
         return layout_lib.unflatten(layout, self.total.read_value())
 
-    def subtract(self, layout: Layout, variables: Sequence[tf.Variable]) -> None:
-        """Subtract `total` from the T tensors that it holds, float32, in place."""
-        if not variables:
+    def subtract(
+        self,
+        layout: Layout,
+        weights: Sequence[tf.Variable],
+        positions: tf.Tensor,
+        values: tf.Tensor,
+    ) -> None:
+        """Subtract what N workers sent from the tensors of the arena themselves.
+
+        Args:
+            layout: T segments.
+            weights: T variables, float32.
+            positions: shape [N, K], int64, each worker's ascending.
+            values: shape [N, K], float32.
+        """
+        workers, slots = positions.shape
+        if not weights or not slots:
             return
-        key = tuple(id(variable) for variable in variables)
+        # So many places of a message are looked at for each tensor, again and again
+        # until all of its own were.
+        share = [segment.size / layout.elements for segment in layout.segments]
+        rooms = [min(slots, int(2 * slots * part) + 64) for part in share]
 
-        def subtract() -> None:
-            tensors = layout_lib.unflatten(layout, self.total)
-            for variable, tensor in zip(variables, tensors, strict=True):
-                variable.assign_sub(tensor)
+        def look(rank: tf.Tensor, turn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            own = positions[rank]
+            bounds = layout_lib.bounds(layout, own)
+            begins = tf.minimum(bounds[:-1] + turn * rooms, slots)
+            args = list(weights), own, values[rank], begins
+            inplace.run(
+                self._device, inplace.subtract, *args, layout=layout, rooms=rooms
+            )
+            more = tf.reduce_any(begins + rooms < bounds[1:])
+            return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
 
-        if key not in self._compiled:
-            # One pass, where operations would copy each tensor first.
-            compiled = tf.function(subtract, autograph=False, jit_compile=True)
-            self._compiled[key] = compiled
-        with tf.device(self.total.device):
-            self._compiled[key]()
+        # One worker after the other, so that the weights have the same bits everywhere.
+        start = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
+        tf.while_loop(
+            lambda rank, _: rank < workers, look, start, parallel_iterations=1
+        )
+
+    def subtract_densely(
+        self, layout: Layout, weights: Sequence[tf.Variable], summed: tf.Tensor
+    ) -> None:
+        """Subtract an arena, shape [P], from its T tensors themselves, float32."""
+        inplace.run(
+            self._device, inplace.subtract_densely, list(weights), summed, layout=layout
+        )
 
     def clear(self, masking: bool) -> None:
         """Take everything out that was kept back."""
@@ -247,9 +246,13 @@ class Coverage:
             self._steps = _variable(tf.zeros([], tf.int64), "dgc_counted_steps")
 
     def record(self, positions: tf.Tensor) -> None:
-        """Take in the positions sent in one step, shape [C], int64."""
-        marks = tf.ones_like(positions, tf.bool)
-        _put(self._sent, positions[:, tf.newaxis], marks)
+        """Take in the positions sent in one step, shape [K], int64, ascending.
+
+        Those that are not below P stand for unused slots of a message.
+        """
+        inplace.run(
+            self._sent.device, inplace.mark, self._sent, positions[:, tf.newaxis]
+        )
         self._counts.assign_add(layout_lib.count_by_segment(self._layout, positions))
         self._steps.assign_add(1)
 

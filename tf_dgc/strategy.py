@@ -221,6 +221,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             [g for g, _ in used],
             variables,
             optimizers.momentum_of(optimizer, learning_rate),
+            subtract=True,
         )
         apply = functools.partial(
             self._apply, optimizer, exchanged, variables, learning_rate, update

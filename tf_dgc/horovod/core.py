@@ -126,8 +126,9 @@ class Exchange:
         gradients: Sequence[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None = None,
+        subtract: bool = False,
     ) -> Exchanged:
-        """Return the means over the workers.
+        """Return the means over the workers; `subtract` is that of `Synchronizer`.
 
         Raises:
             ValueError: the workers' settings or variables differ.
@@ -141,7 +142,7 @@ class Exchange:
         if self.node:
             shares = [tf.convert_to_tensor(share) for share in shares]
             shares = self.node.reduce(shares, "shares")
-        return self.synchronizer.exchange(owner, shares, variables, momentum)
+        return self.synchronizer.exchange(owner, shares, variables, momentum, subtract)
 
 
 def _divided(gradient: Any, by: int) -> Any:

@@ -76,7 +76,7 @@ def DistributedOptimizer(
     ) -> None:
         values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         momentum = optimizers.momentum_of(inner, learning_rate)
-        found = exchange(inner, gradients, values, momentum)
+        found = exchange(inner, gradients, values, momentum, subtract=True)
 
         def update(pairs: list[Any], rate: Any) -> None:
             # Keras gives them to a function whose arguments must be of one graph.

@@ -89,13 +89,18 @@ class ParameterAveraging(Synchronizer):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None = None,
+        subtract: bool = False,
     ) -> Exchanged:
         """Return the gradients of a local step, or their sum; see the base class."""
         self._eager = tf.executing_eagerly()
-        return super().exchange(owner, gradients, variables, momentum)
+        return super().exchange(owner, gradients, variables, momentum, subtract)
 
     def _exchange(
-        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
+        self,
+        account: Account,
+        gradients: list[Any],
+        momentum: dgc.Momentum | None,
+        subtract: bool,
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         state, first = self.periods[account].state, self.config.synchronous_steps
         nothing = tf.zeros([], tf.int64)

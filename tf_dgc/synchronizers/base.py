@@ -43,7 +43,7 @@ class ArenaSum(NamedTuple):
 class Exchanged:
     """The result of one exchange."""
 
-    summed: list[Any]  # over the workers, each as it came in; None is in the arena
+    summed: list[Any]  # over the workers; None is in the arena, or already applied
     compressed: list[bool]  # per gradient: it is SGD's step, momentum and rate in it
     apply: tf.Tensor | None  # shape [], bool: False where all skip; None is True
     arena: ArenaSum | None = None
@@ -105,6 +105,7 @@ class Synchronizer(abc.ABC):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None = None,
+        subtract: bool = False,
     ) -> Exchanged:
         """Sum gradients over all workers, by whatever means.
 
@@ -114,6 +115,8 @@ class Synchronizer(abc.ABC):
             variables: what they belong to, of the same length: objects with a name,
                 a shape and a dtype, the same objects at every step.
             momentum: what the caller leaves to the exchange.
+            subtract: where a sum is SGD's finished step, subtract it from the
+                variables, which are tf.Variables, and return None in its place.
 
         Returns:
             Gradients of the same shapes, the same bits on every worker.
@@ -131,7 +134,7 @@ class Synchronizer(abc.ABC):
         account = accounts[key]
         self._before_step(account, variables)
         exchanged, sent_bytes, sent_elements = self._exchange(
-            account, list(gradients), momentum
+            account, list(gradients), momentum, subtract
         )
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
@@ -283,7 +286,11 @@ class Synchronizer(abc.ABC):
 
     @abc.abstractmethod
     def _exchange(
-        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
+        self,
+        account: Account,
+        gradients: list[Any],
+        momentum: dgc.Momentum | None,
+        subtract: bool,
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         """Exchange; return also the bytes and elements that this worker sent."""
 

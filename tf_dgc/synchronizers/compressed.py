@@ -140,7 +140,11 @@ class DeepGradientCompression(Synchronizer):
         return [layout.size]
 
     def _exchange(
-        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
+        self,
+        account: Account,
+        gradients: list[Any],
+        momentum: dgc.Momentum | None,
+        subtract: bool,
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         config, variables = self.config, account.variables
         if not config.momentum_correction:
@@ -182,9 +186,13 @@ class DeepGradientCompression(Synchronizer):
             with tf.control_dependencies([_refuse(flags, arena.state.step, names)]):
                 ok = tf.identity(ok)
 
+        own = [variables[i] for i in arena.indices]
+        subtract &= momentum is not None and all(v.dtype == tf.float32 for v in own)
+        weights = own if subtract else None
+
         def compress() -> tuple[tf.Tensor, tf.Tensor]:
             peaks = arena.state.accumulate(gradient, scale, momentum)
-            return self._compress(arena, peaks, account.name)
+            return self._compress(arena, peaks, weights, account.name)
 
         def nothing() -> tuple[tf.Tensor, tf.Tensor]:
             return tf.zeros([], tf.int64), tf.zeros([], tf.int64)
@@ -196,7 +204,7 @@ class DeepGradientCompression(Synchronizer):
         corrected = [momentum is not None and i not in rest for i in range(len(summed))]
         dtypes = [gradient.dtype for gradient in gradients]
         arena_sum = ArenaSum(arena.indices, dtypes, arena.layout, arena.state)
-        exchanged = Exchanged(summed, corrected, ok, arena_sum)
+        exchanged = Exchanged(summed, corrected, ok, None if subtract else arena_sum)
         return exchanged, size + dense_size, elements + dense_elements
 
     def _each(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -212,13 +220,19 @@ class DeepGradientCompression(Synchronizer):
         return tf.one_hot(self.transport.rank, self.transport.size)
 
     def _compress(
-        self, arena: Arena, peaks: tf.Tensor, name: str
+        self,
+        arena: Arena,
+        peaks: tf.Tensor,
+        weights: Sequence[tf.Variable] | None,
+        name: str,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Sum over all workers; return the bytes and elements that this one sent."""
         stages = schedules.stages(self.config)
         step = arena.state.step.read_value()
         branches: list[Callable[[], Any]] = [
-            functools.partial(self._stage, stage, arena, peaks, step, f"{name}.{i}")
+            functools.partial(
+                self._stage, stage, arena, peaks, weights, step, f"{name}.{i}"
+            )
             for i, stage in enumerate(stages)
         ]
         if len(branches) == 1:
@@ -233,10 +247,11 @@ class DeepGradientCompression(Synchronizer):
         stage: schedules.Stage,
         arena: Arena,
         peaks: tf.Tensor,
+        weights: Sequence[tf.Variable] | None,
         step: tf.Tensor,
         name: str,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """One step at one sparsity: select, send, keep, sum."""
+        """One step at one sparsity: select, send, keep; sum, or change the weights."""
         config, workers, layout = self.config, self.transport.size, arena.layout
         form = dgc.message_format(layout, stage.sparsity, config, workers)
         residual = arena.state.residual.read_value()
@@ -250,22 +265,28 @@ class DeepGradientCompression(Synchronizer):
         )
         message = self._each(send, residual, peaks)
         messages = self.transport.all_gather(message, f"{name}.message")
-        headers, positions, floats = receive(form, messages)
+        counts, positions, values = receive(form, messages)
         if form.slots or not layout.size:
             for worker, rank in enumerate(self._own_ranks()):
                 arena.state.keep(
-                    worker, positions[rank], floats[rank], config.momentum_masking
+                    worker, positions[rank], values[rank], config.momentum_masking
                 )
-            # In the order of rank, so that the sum has the same bits everywhere.
-            for where, what in zip(positions, floats, strict=True):
-                arena.state.add(where, what)
-            elements = tf.cast(headers[self.transport.rank].count, tf.int64)
+            if weights is None:
+                arena.state.sum_up(positions, values)
+            else:
+                arena.state.subtract(layout, weights, positions, values)
+            elements = tf.cast(counts[self.transport.rank], tf.int64)
             arena.coverage.record(positions[self.transport.rank])
             size = form.bytes
         else:
             (summed,) = self.transport.all_reduce([residual], f"{name}.arena")
-            arena.state.total.assign(summed)
-            with tf.control_dependencies(floats):
+            with tf.control_dependencies([counts]):
+                summed = tf.identity(summed)
+            if weights is None:
+                arena.state.total.assign(summed)
+            else:
+                arena.state.subtract_densely(layout, weights, summed)
+            with tf.control_dependencies([summed]):
                 # A stage that only runs dense because that is cheaper keeps momentum.
                 arena.state.clear(config.momentum_masking and stage.sparsity == 0)
             elements = tf.constant(layout.elements, tf.int64)
@@ -276,11 +297,12 @@ class DeepGradientCompression(Synchronizer):
 
 def receive(
     form: packing.Format, messages: tf.Tensor
-) -> tuple[list[packing.Header], list[tf.Tensor], list[tf.Tensor]]:
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Read the messages of all workers, shape [N, words].
 
     Returns:
-        Headers, positions and values, float32; N of each. They raise
+        The number of elements of each, shape [N], int32; their positions, shape [N, K],
+        int64, P for unused slots; and their values, shape [N, K], float32. They raise
         InvalidArgumentError where a message is damaged, or not of this step.
     """
     received = [packing.unpack(form, message) for message in tf.unstack(messages)]
@@ -290,9 +312,17 @@ def receive(
         for part, header in zip(values, headers, strict=True)
     ]
     faults = packing.faults(form, messages, positions, floats)
+
+    def stacked(parts: list[tf.Tensor], unused: Any) -> tf.Tensor:
+        filled = [
+            tf.pad(part, [[0, form.slots - tf.size(part)]], constant_values=unused)
+            for part in parts
+        ]
+        return tf.ensure_shape(tf.stack(filled), [len(parts), form.slots])
+
     with tf.control_dependencies([_refuse_damaged(faults), _refuse_strangers(headers)]):
-        positions, floats = tf.nest.map_structure(tf.identity, (positions, floats))
-    return headers, positions, floats
+        counts = tf.stack([header.count for header in headers])
+        return counts, stacked(positions, form.size), stacked(floats, 0.0)
 
 
 def _refuse_damaged(faults: tf.Tensor) -> Any:

@@ -12,7 +12,11 @@ class Dense(Synchronizer):
     """Plain synchronous data parallelism."""
 
     def _exchange(
-        self, account: Account, gradients: list[Any], momentum: dgc.Momentum | None
+        self,
+        account: Account,
+        gradients: list[Any],
+        momentum: dgc.Momentum | None,
+        subtract: bool,
     ) -> tuple[Exchanged, tf.Tensor, tf.Tensor]:
         summed, size, elements = self._sum_dense(
             gradients, account.variables, account.name

@@ -110,7 +110,9 @@ class Rounds:
             gradients = averaging.shares(
                 averaging.outer_gradients(anchor, own), state.position, moved
             )
-            exchanged, size, elements = self.inner._exchange(account, gradients, None)
+            exchanged, size, elements = self.inner._exchange(
+                account, gradients, None, False
+            )
             size += _HEADER_BYTES
             for variable, agreed in zip(account.variables, anchor, strict=True):
                 variable.assign(agreed)
