@@ -7,7 +7,6 @@ K message slots, C candidates.
 import functools
 import math
 
-import numpy as np
 import tensorflow as tf
 
 from tf_dgc.layout import BLOCK, Layout
@@ -90,10 +89,12 @@ def thresholds(
         stride = max(1, int(segment.size / wanted))
         lines = -(-segment.size // BLOCK) * BLOCK // LINE // stride
         k = round(slots * lines * LINE / segment.size) if stride > 1 else slots
-        # At random, so that rows of whatever length do not fool the sample.
-        random = np.random.default_rng(segment.offset).integers(stride, size=lines)
-        places = segment.offset // LINE + np.arange(lines) * stride
-        places += (random + step * 7919) % stride
+        number = tf.range(lines, dtype=tf.int64)
+        # Multiples of the golden ratio: rows of no length can fool the sample.
+        golden = tf.bitwise.bitwise_and(number * 0x9E3779B9, 0xFFFFFFFF)
+        shift = tf.bitwise.right_shift(golden * stride, 32)
+        places = segment.offset // LINE + number * stride
+        places += (shift + step * 7919) % stride
         found.append(_kth_largest(arena, peaks, places, max(1, k)))
     return tf.stack(found) if found else tf.zeros([0])
 
