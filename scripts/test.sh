@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run all tests, in .venv, which is set up first where it is missing.
+# Run the tests, in .venv, which is set up first where it is missing. Those marked slow
+# run by `-m slow` only.
 #
 #   scripts/test.sh [ARGUMENTS OF pytest]
 #

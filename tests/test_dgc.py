@@ -216,6 +216,18 @@ class InPlaceTest(tf.test.TestCase):
         for found in weights:
             self.assertAllEqual(found, tf.zeros_like(found))
 
+    def test_unused_slots_change_nothing_even_where_functions_run_eagerly(self) -> None:
+        layout = layout_of((30, 50))
+        state = stored(random_state(layout, 1))
+        before = state.residual.numpy()
+        tf.config.run_functions_eagerly(True)
+        try:
+            unused = tf.fill([3], tf.constant(layout.size, tf.int64))
+            state.keep(0, unused, tf.ones([3]), True)
+        finally:
+            tf.config.run_functions_eagerly(False)
+        self.assertAllEqual(state.residual, before)
+
 
 class KeepTest(tf.test.TestCase):
     @settings(steady, max_examples=50)
@@ -292,6 +304,26 @@ class SelectTest(tf.test.TestCase):
             self.assertAllEqual(
                 np.isfinite(tf.cast(found.values, tf.float32)), [True] * 4
             )
+
+    def test_what_has_overflowed_is_sent_as_such_and_refused(self) -> None:
+        layout = layout_of((1, 4))
+        residual = tf.pad(tf.constant([1.0, -np.inf, 2.0, 3.0]), [[0, 124]])
+        for value_dtype in ("float32", "float16", "bfloat16"):
+            config = DGCConfig(value_dtype=value_dtype, sparsity=0.5)
+            form = packing.make_format(2, layout.size, value_dtype)
+            message = dgc.send(
+                residual,
+                sparsify.peaks(residual),
+                form=form,
+                layout=layout,
+                sparsity=0.5,
+                config=config,
+                step=STEP,
+            )
+            _, positions, values = packing.unpack(form, message)
+            found = packing.decoded(values, tf.zeros([], tf.int32))
+            faults = packing.faults(form, message[tf.newaxis], [positions], [found])
+            self.assertEqual(packing.FAULTS[faults[0]][:19], "values that are not")
 
     def test_sparsity_zero_selects_everything(self) -> None:
         for shape in ((8, 16), (128, 100)):

@@ -59,15 +59,25 @@ class BuildTest(tf.test.TestCase):
         self.assertEqual(layout.elements, sum(np.prod(shape) for _, shape in table))
 
     @steady
-    @given(tables)
-    def test_each_block_belongs_to_the_segment_it_lies_in(self, table: list) -> None:
+    @given(tables, st.integers(0, 2**31))
+    def test_bounds_say_where_each_segment_begins_among_positions(
+        self, table: list, seed: int
+    ) -> None:
         layout = layout_lib.build(table)
-        owners = layout_lib.segment_of_block(layout)
-        self.assertEqual(owners.shape, (layout.size // BLOCK,))
-        self.assertEqual(owners.dtype, np.int64)
-        for t, segment in enumerate(layout.segments):
-            for position in (segment.offset, segment.offset + segment.size - 1):
-                self.assertEqual(owners[position // BLOCK], t)
+        random = np.random.default_rng(seed)
+        positions = np.flatnonzero(random.random(layout.size) < 0.3)
+        unused = np.full(seed % 3, layout.size)
+        bounds = layout_lib.bounds(layout, tf.constant([*positions, *unused], tf.int64))
+        self.assertEqual(bounds.shape, [len(layout.segments) + 1])
+        self.assertEqual(bounds[-1], len(positions))
+        for begin, end, segment in zip(
+            bounds[:-1], bounds[1:], layout.segments, strict=True
+        ):
+            padded = -(-segment.size // BLOCK) * BLOCK
+            inside = (positions >= segment.offset) & (
+                positions < segment.offset + padded
+            )
+            self.assertAllEqual(np.arange(begin, end), np.flatnonzero(inside))
 
     def test_positions_fit_in_31_bits(self) -> None:
         layout = layout_lib.build([("a", (2**16, 2**15 - 1)), ("b", (2**9, 127))])
@@ -143,7 +153,6 @@ class FlattenTest(tf.test.TestCase):
         layout = layout_lib.build([])
         self.assertEqual(layout_lib.flatten(layout, []).shape, [0])
         self.assertEqual(layout_lib.unflatten(layout, tf.zeros([0])), [])
-        self.assertEqual(layout_lib.segment_of_block(layout).shape, (0,))
 
 
 if __name__ == "__main__":

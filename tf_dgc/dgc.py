@@ -188,7 +188,9 @@ def select(
         values *= packing.power_of_two(exponent)
     if value_dtype != tf.float32:
         limit = float(value_dtype.max)
-        values = tf.cast(tf.clip_by_value(values, -limit, limit), value_dtype)
+        bounded = tf.clip_by_value(values, -limit, limit)  # but infinity stays it
+        values = tf.where(tf.math.is_inf(values), values, bounded)
+        values = tf.cast(values, value_dtype)
     return Selection(positions, values, exponent)
 
 

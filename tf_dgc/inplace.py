@@ -4,26 +4,25 @@ Axes: P arena elements, N workers, T tensors, K message slots. Positions that ar
 below P stand for unused slots: XLA leaves out what lies outside of a tensor.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc import dgc, sparsify
-from tf_dgc import layout as layout_lib
-from tf_dgc.layout import Layout
 
 
 class Variable:
     """A variable within a compiled function, which outlives it."""
 
     def __init__(self, handle: tf.Tensor, shape: tf.TensorShape, dtype: Any) -> None:
-        self._handle, self._shape, self._dtype = handle, shape, dtype
+        self._handle, self.shape, self._dtype = handle, shape, dtype
 
     def read(self) -> tf.Tensor:
         """Return the value."""
         value = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype)
-        return tf.ensure_shape(value, self._shape)
+        return tf.ensure_shape(value, self.shape)
 
     def assign(self, value: tf.Tensor) -> None:
         """Set the value."""
@@ -39,32 +38,61 @@ def run(device: str, function: Callable[..., Any], *args: Any, **static: Any) ->
         device: where the variables are.
         function: one of this module; takes a Variable in place of a tf.Variable.
         args: tensors, variables, None, and lists of them.
-        static: what is not a tensor.
+        static: what is not a tensor; settings that look alike are alike.
     """
     flat = tf.nest.flatten(args)
-    forms = [
-        None if v is None else (isinstance(v, tf.Variable), v.shape, v.dtype)
-        for v in flat
-    ]
-    key = (device, function, str(forms), str(static))
+    forms = [_Form.of(part) for part in flat]
+    structure = tf.nest.map_structure(lambda _: None, args)
+    key = (device, function, str(forms), str(structure), str(static))
     if key not in _compiled:
-        structure = tf.nest.map_structure(lambda _: None, args)
+        while len(_compiled) >= _MOST_COMPILED:
+            del _compiled[next(iter(_compiled))]
 
-        def call(given: list[Any]) -> Any:
-            own = [
-                Variable(part, *form[1:]) if form and form[0] else part
-                for part, form in zip(given, forms, strict=True)
-            ]
+        def call(*given: tf.Tensor) -> Any:
+            parts = iter(given)
+            own = [form and form.argument(next(parts)) for form in forms]
             return function(*tf.nest.pack_sequence_as(structure, own), **static)
 
-        _compiled[key] = tf.function(call, autograph=False, jit_compile=True)
+        # A concrete one: it is compiled even where functions are to run eagerly.
+        with tf.init_scope(), tf.device(device):
+            compiled = tf.function(call, autograph=False, jit_compile=True)
+            specs = [form.spec for form in forms if form]
+            _compiled[key] = compiled.get_concrete_function(*specs)
+    given = [form.given(part) for form, part in zip(forms, flat, strict=True) if form]
     with tf.device(device):
-        return _compiled[key](
-            [v.handle if isinstance(v, tf.Variable) else v for v in flat]
-        )
+        return _compiled[key](*given)
 
 
+_NOWHERE = 2**31 - 1  # no arena has as many elements
+_MOST_COMPILED = 256
 _compiled: dict[Any, Callable[..., Any]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What a compiled function knows of an argument."""
+
+    is_variable: bool
+    shape: tf.TensorShape
+    dtype: tf.DType
+
+    @classmethod
+    def of(cls, part: Any) -> "_Form | None":
+        if part is None:
+            return None
+        return cls(isinstance(part, tf.Variable), part.shape, part.dtype)
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        if self.is_variable:
+            return tf.TensorSpec([], tf.resource)
+        return tf.TensorSpec(self.shape, self.dtype)
+
+    def given(self, part: Any) -> tf.Tensor:
+        return part.handle if self.is_variable else part
+
+    def argument(self, tensor: tf.Tensor) -> Any:
+        return Variable(tensor, self.shape, self.dtype) if self.is_variable else tensor
 
 
 def accumulate(
@@ -114,8 +142,8 @@ def subtract(
     positions: tf.Tensor,
     values: tf.Tensor,
     begins: tf.Tensor,
-    layout: Layout,
-    rooms: list[int],
+    offsets: Sequence[int],
+    rooms: Sequence[int],
 ) -> None:
     """Subtract what a worker sent, shape [K], from T tensors.
 
@@ -124,30 +152,29 @@ def subtract(
         positions: ascending.
         values: what was sent.
         begins: where to look for each tensor among the positions, shape [T].
-        layout: T segments.
+        offsets: where each tensor begins in the arena.
         rooms: how many of the positions to look at, for each tensor.
     """
     end = [[0, max(rooms)]]
-    positions = tf.pad(positions, end, constant_values=layout.size)
+    positions = tf.pad(positions, end, constant_values=_NOWHERE)
     values = tf.pad(values, end)
-    for weight, segment, begin, room in zip(
-        weights, layout.segments, tf.unstack(begins), rooms, strict=True
+    for weight, begin, offset, room in zip(
+        weights, tf.unstack(begins), offsets, rooms, strict=True
     ):
         window = begin + tf.range(room, dtype=tf.int64)
-        where = tf.gather(positions, window)[:, tf.newaxis] - segment.offset
-        what = tf.gather(values, window)
-        flat = tf.reshape(weight.read(), [segment.size])
-        flat = tf.tensor_scatter_nd_sub(flat, where, what)
-        weight.assign(tf.reshape(flat, segment.shape))
+        where = tf.gather(positions, window)[:, tf.newaxis] - offset
+        flat = tf.reshape(weight.read(), [-1])
+        flat = tf.tensor_scatter_nd_sub(flat, where, tf.gather(values, window))
+        weight.assign(tf.reshape(flat, weight.shape))
 
 
 def subtract_densely(
-    weights: list[Variable], summed: tf.Tensor, layout: Layout
+    weights: list[Variable], summed: tf.Tensor, offsets: Sequence[int]
 ) -> None:
-    """Subtract an arena, shape [P], from the T tensors that it holds."""
-    tensors = layout_lib.unflatten(layout, summed)
-    for weight, tensor in zip(weights, tensors, strict=True):
-        weight.assign(weight.read() - tensor)
+    """Subtract from T tensors what begins at their offsets in an arena, shape [P]."""
+    for weight, offset in zip(weights, offsets, strict=True):
+        end = offset + weight.shape.num_elements()
+        weight.assign(weight.read() - tf.reshape(summed[offset:end], weight.shape))
 
 
 def mark(sent: Variable, where: tf.Tensor) -> None:

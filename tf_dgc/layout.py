@@ -100,12 +100,6 @@ def unflatten(layout: Layout, arena: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
-def segment_of_block(layout: Layout) -> np.ndarray:
-    """Return the index of the segment of each block, shape [B], int64."""
-    blocks = [-(-segment.size // BLOCK) for segment in layout.segments]
-    return np.repeat(np.arange(len(blocks), dtype=np.int64), blocks)
-
-
 def bounds(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
     """Find the segments among positions, shape [K], int64, ascending.
 

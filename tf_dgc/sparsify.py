@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tf_dgc.layout import BLOCK, Layout
 
-# The k-th largest of a sample scatters by about 1/sqrt(k): at least so many.
+# The k-th largest of a sample scatters by about 1/sqrt(k), more where large elements
+# come in rows: at least so many.
 MIN_SAMPLED_ABOVE = 64
 # Of smaller tensors a sample would save nothing.
 MIN_SAMPLED = 8192
@@ -90,11 +91,12 @@ def thresholds(
         lines = -(-segment.size // BLOCK) * BLOCK // LINE // stride
         k = round(slots * lines * LINE / segment.size) if stride > 1 else slots
         number = tf.range(lines, dtype=tf.int64)
-        # Multiples of the golden ratio: rows of no length can fool the sample.
-        golden = tf.bitwise.bitwise_and(number * 0x9E3779B9, 0xFFFFFFFF)
-        shift = tf.bitwise.right_shift(golden * stride, 32)
         places = segment.offset // LINE + number * stride
-        places += (shift + step * 7919) % stride
+        if stride > 1:
+            # Multiples of the golden ratio: rows of no length can fool the sample.
+            golden = tf.bitwise.bitwise_and(number * 0x9E3779B9, 0xFFFFFFFF)
+            shift = tf.bitwise.right_shift(golden * stride, 32)
+            places += (shift + step * 7919) % stride
         found.append(_kth_largest(arena, peaks, places, max(1, k)))
     return tf.stack(found) if found else tf.zeros([0])
 

@@ -22,6 +22,14 @@ def _variable(value: tf.Tensor, name: str) -> tf.Variable:
     )
 
 
+def _by_device(variables: Sequence[tf.Variable]) -> dict[str, list[int]]:
+    """Return the indices of the variables that are on each device."""
+    found: dict[str, list[int]] = {}
+    for i, variable in enumerate(variables):
+        found.setdefault(variable.device, []).append(i)
+    return found
+
+
 class ArenaState:
     """The state of one optimizer's compressed tensors on one worker.
 
@@ -46,7 +54,7 @@ class ArenaState:
 
     @functools.cached_property
     def total(self) -> tf.Variable:
-        """What all workers sent in the last step, shape [P], float32."""
+        """What all workers sent in the last step where it was summed, shape [P]."""
         with tf.init_scope(), tf.device(self._device):
             return _variable(tf.zeros(self.residual.shape[-1:]), "dgc_total")
 
@@ -111,7 +119,7 @@ class ArenaState:
 
         Args:
             layout: T segments.
-            weights: T variables, float32.
+            weights: T variables, float32, on any devices.
             positions: shape [N, K], int64, each worker's ascending.
             values: shape [N, K], float32.
         """
@@ -124,13 +132,19 @@ class ArenaState:
         rooms = [min(slots, int(2 * slots * part) + 64) for part in share]
 
         def look(rank: tf.Tensor, turn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            own = positions[rank]
-            bounds = layout_lib.bounds(layout, own)
+            bounds = layout_lib.bounds(layout, positions[rank])
             begins = tf.minimum(bounds[:-1] + turn * rooms, slots)
-            args = list(weights), own, values[rank], begins
-            inplace.run(
-                self._device, inplace.subtract, *args, layout=layout, rooms=rooms
-            )
+            for device, own in _by_device(weights).items():
+                inplace.run(
+                    device,
+                    inplace.subtract,
+                    [weights[i] for i in own],
+                    positions[rank],
+                    values[rank],
+                    tf.gather(begins, own),
+                    offsets=[layout.segments[i].offset for i in own],
+                    rooms=[rooms[i] for i in own],
+                )
             more = tf.reduce_any(begins + rooms < bounds[1:])
             return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
 
@@ -144,9 +158,12 @@ class ArenaState:
         self, layout: Layout, weights: Sequence[tf.Variable], summed: tf.Tensor
     ) -> None:
         """Subtract an arena, shape [P], from its T tensors themselves, float32."""
-        inplace.run(
-            self._device, inplace.subtract_densely, list(weights), summed, layout=layout
-        )
+        for device, own in _by_device(weights).items():
+            offsets = [layout.segments[i].offset for i in own]
+            parts = [weights[i] for i in own]
+            inplace.run(
+                device, inplace.subtract_densely, parts, summed, offsets=offsets
+            )
 
     def clear(self, masking: bool) -> None:
         """Take everything out that was kept back."""
@@ -237,7 +254,7 @@ class Coverage:
 
     def __init__(self, layout: Layout, device: str) -> None:
         """Create the variables, zero, outside of any graph."""
-        self._layout = layout
+        self._layout, self._device = layout, device
         with tf.init_scope(), tf.device(device):
             self._sent = _variable(tf.zeros([layout.size], tf.bool), "dgc_sent")
         with tf.init_scope(), tf.device("CPU:0"):
@@ -250,9 +267,7 @@ class Coverage:
 
         Those that are not below P stand for unused slots of a message.
         """
-        inplace.run(
-            self._sent.device, inplace.mark, self._sent, positions[:, tf.newaxis]
-        )
+        inplace.run(self._device, inplace.mark, self._sent, positions[:, tf.newaxis])
         self._counts.assign_add(layout_lib.count_by_segment(self._layout, positions))
         self._steps.assign_add(1)
 

@@ -50,7 +50,10 @@ class Exchanged:
 
     @property
     def gradients(self) -> list[Any]:
-        """All sums, those in the arena as well; to be read before the next exchange."""
+        """All sums, those in the arena as well; to be read before the next exchange.
+
+        None is what was applied already.
+        """
         found = list(self.summed)
         if self.arena is not None:
             indices, dtypes, layout, state = self.arena
