@@ -59,15 +59,22 @@ ROWS = {
 }
 SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
+COUNTED = ("sent", "received", "sent_again")
+SEGMENT = 1514
 KEYS = ("task", "hosts", "rate", "method", "transport", "elements", "batch_size")
 
 
-def counted() -> tuple[int, int]:
-    """Returns the bytes that this host's interface has sent and received."""
+def counted() -> tuple[int, int, int]:
+    """Returns the bytes that this host has sent, received and sent again.
+
+    What TCP sent again is counted in segments, all taken to be full.
+    """
     sent, received = (
         int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")
     )
-    return sent, received
+    lines = pathlib.Path("/proc/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return sent, received, SEGMENT * int(values[names.index("RetransSegs")])
 
 
 def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -106,7 +113,7 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     def gradient_of(step: tf.Tensor) -> tf.Tensor:
         return tf.random.stateless_normal(kernel.shape, [transport.rank, step])
 
-    found = {m: {"seconds": [], "sent": [], "received": []} for m in args.methods}
+    found = {m: {name: [] for name in ("seconds", *COUNTED)} for m in args.methods}
     for step in range(args.warmup + args.steps):
         gradient = gradient_of(tf.constant(step))
         for method, function in steps.items():
@@ -119,8 +126,8 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             after = counted()
             if step >= args.warmup:
                 found[method]["seconds"].append(seconds)
-                found[method]["sent"].append(after[0] - before[0])
-                found[method]["received"].append(after[1] - before[1])
+                for name, now, then in zip(COUNTED, after, before, strict=True):
+                    found[method][name].append(now - then)
     for method, each in synchronizers.items():
         stats = each.stats()
         found[method]["stats_sent"] = int(stats.sent_bytes)
@@ -175,7 +182,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     # Whole periods of averaging, each of them with one round.
     timed = -(-args.steps // PERIOD) * PERIOD if method == "averaging" else args.steps
     data = batch.repeat(args.warmup + timed)
-    ends: list[tuple[float, int, int]] = []
+    ends: list[tuple[float, int, int, int]] = []
 
     class Clock(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -195,7 +202,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     vectors = [v for v in model.trainable_variables if len(v.shape) == 1]
     result: dict[str, Any] = {
         name: [step[i] for step in steps]
-        for i, name in enumerate(("seconds", "sent", "received"))
+        for i, name in enumerate(("seconds", *COUNTED))
     }
     result["stats_sent"] = int(sent)
     result["stats_dense"] = int(last.dense_bytes)
@@ -283,7 +290,7 @@ def join(workers: list[dict[str, Any]]) -> dict[str, Any]:
     joined["seconds"] = [
         max(s) for s in zip(*(w["seconds"] for w in workers), strict=True)
     ]
-    for name in ("sent", "received"):
+    for name in COUNTED:
         steps = zip(*(worker[name] for worker in workers), strict=True)
         joined[name] = [statistics.mean(step) for step in steps]
     return joined
