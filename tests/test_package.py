@@ -25,8 +25,7 @@ ROOT = pathlib.Path(tf_dgc.__file__).parent
 TIERS = (
     ("config", "version", "_host", "plots", "rates", "state_files"),
     ("schedules", "layout", "sparsify", "packing"),
-    ("dgc", "averaging"),
-    ("inplace",),
+    ("dgc", "averaging", "inplace"),
     (
         "data",
         "state",

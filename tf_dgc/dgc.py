@@ -128,18 +128,25 @@ def scaled(gradient: Any, scale: tf.Tensor) -> Any:
     return gradient * tf.cast(scale, gradient.dtype)
 
 
-def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> State:
+def accumulate(
+    state: State,
+    gradient: tf.Tensor,
+    momentum: Momentum | None,
+    scale: tf.Tensor | float = 1.0,
+) -> State:
     """Add a local gradient, with momentum correction where there is momentum.
 
     Args:
         state: u and v.
         gradient: g, shape [P], float32.
         momentum: None accumulates the gradient itself, without the learning rate.
+        scale: of the gradient, as `clip_scale` returns it.
 
     Returns:
         The state with u and v as at the top of this module.
     """
     u, v = state
+    gradient = tf.convert_to_tensor(scale)[..., tf.newaxis] * gradient
     if momentum is None:
         return State(u, v + gradient)
     gradient = tf.cast(momentum.learning_rate, tf.float32) * gradient
@@ -150,6 +157,22 @@ def accumulate(state: State, gradient: tf.Tensor, momentum: Momentum | None) -> 
         return State(u, v + u + gradient)
     u = momentum.factor * u + gradient
     return State(u, v + u)
+
+
+def keep(state: State, where: tf.Tensor, sent: tf.Tensor) -> State:
+    """Take what was sent out of v, and clear u there: sent + kept = accumulated.
+
+    Args:
+        state: u and v; without u there is no momentum factor masking.
+        where: indices of v, shape [K, 1], or [K, 2] for v of shape [N, P], without
+            repetition. Those outside of v, of unused slots, count under XLA only, which
+            leaves them out.
+        sent: shape [K], float32.
+    """
+    u, v = state
+    if u is not None:
+        u = tf.tensor_scatter_nd_update(u, where, tf.zeros_like(sent))
+    return State(u, tf.tensor_scatter_nd_sub(v, where, sent))
 
 
 def select(

@@ -100,6 +100,17 @@ def unflatten(layout: Layout, arena: tf.Tensor) -> list[tf.Tensor]:
     ]
 
 
+def subtract(
+    tensors: Sequence[tf.Tensor], arena: tf.Tensor, offsets: Sequence[int]
+) -> list[tf.Tensor]:
+    """Subtract from each tensor what begins at its offset in an arena of shape [P]."""
+    parts = [
+        tf.reshape(arena[offset : offset + math.prod(tensor.shape)], tensor.shape)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+    return [tensor - part for tensor, part in zip(tensors, parts, strict=True)]
+
+
 def bounds(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
     """Find the segments among positions, shape [K], int64, ascending.
 

@@ -1,4 +1,6 @@
-"""Choose the elements to send: sampled thresholds, exact selection. Pure functions.
+"""Choose the elements to send, and sum what was sent. Pure functions.
+
+Thresholds are sampled, selection by them is exact.
 
 Axes: P arena elements, L = P / LINE lines of them, B = P / BLOCK blocks, T tensors,
 K message slots, C candidates.
@@ -6,6 +8,7 @@ K message slots, C candidates.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -20,6 +23,7 @@ MIN_SAMPLED = 8192
 SMALLEST = 1.1754944e-38
 # The elements of a line lie side by side; only lines with a large one are looked into.
 LINE = 8
+_NOWHERE = 2**31 - 1  # no arena has as many elements
 
 
 def peaks(arena: tf.Tensor) -> tf.Tensor:
@@ -192,3 +196,66 @@ def _within(parents: tf.Tensor, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     width = mask.shape[1]
     index = tf.where(tf.reshape(mask, [-1]))[:, 0]
     return tf.gather(parents, index // width) * width + index % width, index
+
+
+def densify(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Sum what N workers sent, in the order of rank: the same bits everywhere.
+
+    Positions of P and more, of unused slots, need XLA, which leaves them out; so it is
+    with `subtract` and `mark`.
+
+    Args:
+        arena: of the shape of the result, [P], float32; its values do not count.
+        positions: shape [N, K], int64, each worker's without repetition.
+        values: shape [N, K], float32.
+
+    Returns:
+        shape [P], float32.
+    """
+    summed = tf.zeros_like(arena)
+    for rank in range(positions.shape[0]):
+        where = positions[rank, :, tf.newaxis]
+        summed = tf.tensor_scatter_nd_add(summed, where, values[rank])
+    return summed
+
+
+def subtract(
+    tensors: Sequence[tf.Tensor],
+    positions: tf.Tensor,
+    values: tf.Tensor,
+    begins: tf.Tensor,
+    offsets: Sequence[int],
+    rooms: Sequence[int],
+) -> list[tf.Tensor]:
+    """Subtract what a worker sent from T tensors of the arena.
+
+    Args:
+        tensors: T, float32.
+        positions: in the arena, shape [K], int64, ascending.
+        values: shape [K], float32.
+        begins: where each tensor is looked for among the positions, shape [T], int64.
+        offsets: where each tensor begins in the arena.
+        rooms: in how many of the positions each tensor is looked for.
+
+    Returns:
+        T tensors.
+    """
+    end = [[0, max(rooms)]]
+    positions = tf.pad(positions, end, constant_values=_NOWHERE)
+    values = tf.pad(values, end)
+    changed = []
+    for tensor, begin, offset, room in zip(
+        tensors, tf.unstack(begins), offsets, rooms, strict=True
+    ):
+        window = begin + tf.range(room, dtype=tf.int64)
+        where = tf.gather(positions, window)[:, tf.newaxis] - offset
+        flat = tf.reshape(tensor, [-1])
+        flat = tf.tensor_scatter_nd_sub(flat, where, tf.gather(values, window))
+        changed.append(tf.reshape(flat, tensor.shape))
+    return changed
+
+
+def mark(marks: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+    """Return marks, shape [P], bool, with those at positions, shape [K], set."""
+    own = tf.ones_like(positions, tf.bool)
+    return tf.tensor_scatter_nd_update(marks, positions[:, tf.newaxis], own)

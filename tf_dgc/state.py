@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import dgc, inplace
+from tf_dgc import dgc, inplace, sparsify
 from tf_dgc import layout as layout_lib
 from tf_dgc.layout import Layout
 
@@ -71,12 +71,13 @@ class ArenaState:
         Returns:
             `sparsify.peaks` of v.
         """
+        if momentum is not None:
+            rate = tf.cast(momentum.learning_rate, tf.float32)
+            momentum = momentum._replace(learning_rate=rate)
         state = dgc.State(self.velocity, self.residual)
-        rate = None if momentum is None else tf.cast(momentum.learning_rate, tf.float32)
-        form = None if momentum is None else (momentum.factor, momentum.nesterov)
-        return inplace.run(
-            self._device, inplace.accumulate, *state, gradient, scale, rate, form=form
-        )
+        args = gradient, momentum, scale
+        inplace.update(self._device, dgc.accumulate, state, *args)
+        return inplace.call(self._device, sparsify.peaks, self.residual)
 
     def keep(
         self, worker: int, positions: tf.Tensor, sent: tf.Tensor, masking: bool
@@ -92,8 +93,8 @@ class ArenaState:
         where = positions[:, tf.newaxis]
         if self.residual.shape.rank > 1:
             where = tf.pad(where, [[0, 0], [1, 0]], constant_values=worker)
-        velocity = self.velocity if masking else None
-        inplace.run(self._device, inplace.keep, velocity, self.residual, where, sent)
+        state = dgc.State(self.velocity if masking else None, self.residual)
+        inplace.update(self._device, dgc.keep, state, where, sent)
 
     def sum_up(self, positions: tf.Tensor, values: tf.Tensor) -> None:
         """Put the sum of what N workers sent into `total`.
@@ -102,7 +103,8 @@ class ArenaState:
             positions: shape [N, K], int64, each worker's without repetition.
             values: shape [N, K], float32.
         """
-        inplace.run(self._device, inplace.sum_up, self.total, positions, values)
+        args = self.total, positions, values
+        inplace.update(self._device, sparsify.densify, *args)
 
     def tensors(self, layout: Layout) -> list[tf.Tensor]:
         """Return `total` as the T tensors that it holds."""
@@ -135,15 +137,15 @@ class ArenaState:
             bounds = layout_lib.bounds(layout, positions[rank])
             begins = tf.minimum(bounds[:-1] + turn * rooms, slots)
             for device, own in _by_device(weights).items():
-                inplace.run(
+                inplace.update(
                     device,
-                    inplace.subtract,
+                    sparsify.subtract,
                     [weights[i] for i in own],
                     positions[rank],
                     values[rank],
                     tf.gather(begins, own),
-                    offsets=[layout.segments[i].offset for i in own],
-                    rooms=[rooms[i] for i in own],
+                    [layout.segments[i].offset for i in own],
+                    [rooms[i] for i in own],
                 )
             more = tf.reduce_any(begins + rooms < bounds[1:])
             return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
@@ -161,9 +163,7 @@ class ArenaState:
         for device, own in _by_device(weights).items():
             offsets = [layout.segments[i].offset for i in own]
             parts = [weights[i] for i in own]
-            inplace.run(
-                device, inplace.subtract_densely, parts, summed, offsets=offsets
-            )
+            inplace.update(device, layout_lib.subtract, parts, summed, offsets)
 
     def clear(self, masking: bool) -> None:
         """Take everything out that was kept back."""
@@ -267,7 +267,7 @@ class Coverage:
 
         Those that are not below P stand for unused slots of a message.
         """
-        inplace.run(self._device, inplace.mark, self._sent, positions[:, tf.newaxis])
+        inplace.update(self._device, sparsify.mark, self._sent, positions)
         self._counts.assign_add(layout_lib.count_by_segment(self._layout, positions))
         self._steps.assign_add(1)
 
