@@ -53,23 +53,27 @@ class Selection(NamedTuple):
 
 
 def first_nonfinite(
-    gradients: Sequence[Any], momentum: Momentum | None = None
+    gradients: Sequence[Any],
+    momentum: Momentum | None = None,
+    together: Sequence[Any] | None = None,
 ) -> tf.Tensor:
     """Find what is not finite.
 
     Args:
         gradients: tensors or IndexedSlices.
         momentum: its learning rate counts, too.
+        together: the same in fewer tensors, which take less time to look at.
 
     Returns:
         0, or the index + 1 of the first gradient that is not finite, or that after the
         last one for the learning rate, shape [], int32.
     """
-    parts = [_values(gradient) for gradient in gradients]
-    if momentum is not None:
-        parts.append(tf.cast(momentum.learning_rate, tf.float32))
+    rate = [] if momentum is None else [tf.cast(momentum.learning_rate, tf.float32)]
+    parts = [_values(gradient) for gradient in gradients] + rate
     if not parts:
         return tf.zeros([], tf.int32)
+    if together is None:
+        together = gradients
 
     def search() -> tf.Tensor:
         bad = tf.stack([tf.reduce_any(~tf.math.is_finite(part)) for part in parts])
@@ -77,7 +81,8 @@ def first_nonfinite(
         return tf.where(tf.reduce_any(bad), first, 0)
 
     # One pass of reading; only what overflows is looked at more closely.
-    finite = tf.math.is_finite(_half_square(parts))
+    few = [_values(gradient) for gradient in together] + rate
+    finite = tf.math.is_finite(_half_square(few))
     return tf.cond(finite, lambda: tf.zeros([], tf.int32), search)
 
 

@@ -10,13 +10,14 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc.layout import BLOCK, Layout
 
 # The k-th largest of a sample scatters by about 1/sqrt(k), more where large elements
 # come in rows: at least so many.
-MIN_SAMPLED_ABOVE = 64
+MIN_SAMPLED_ABOVE = 32
 # Of smaller tensors a sample would save nothing.
 MIN_SAMPLED = 8192
 # Zeros are never worth a slot; the smallest normal float32 keeps them out.
@@ -66,7 +67,8 @@ def thresholds(
     The k-th largest magnitude of a sample: of as many lines each, one is taken, another
     one at every step. The sample is `sample_fraction` of the tensor, more where that
     would leave fewer than MIN_SAMPLED_ABOVE above the threshold, and then, for small
-    tensors, all of it: their thresholds are exact.
+    tensors, all of it: their thresholds are exact. Tensors of one size are looked at
+    together.
 
     Args:
         arena: shape [P], float32, the residual v.
@@ -79,47 +81,53 @@ def thresholds(
     Returns:
         shape [T], float32, positive.
     """
-    found = []
-    for segment, slots in zip(
-        layout.segments, slots_per_segment(layout, sparsity), strict=True
-    ):
-        if slots >= segment.size:
-            found.append(tf.constant(SMALLEST))
+    by_size: dict[int, list[int]] = {}
+    for i, segment in enumerate(layout.segments):
+        by_size.setdefault(segment.size, []).append(i)
+    slots = slots_per_segment(layout, sparsity)
+    found = [tf.zeros([0])]
+    for size, own in by_size.items():
+        if slots[own[0]] >= size:
+            found.append(tf.fill([len(own)], SMALLEST))
             continue
         wanted = max(
-            segment.size * sample_fraction,
-            MIN_SAMPLED_ABOVE * segment.size / slots,
+            size * sample_fraction,
+            MIN_SAMPLED_ABOVE * size / slots[own[0]],
             MIN_SAMPLED,
         )
-        stride = max(1, int(segment.size / wanted))
-        lines = -(-segment.size // BLOCK) * BLOCK // LINE // stride
-        k = round(slots * lines * LINE / segment.size) if stride > 1 else slots
-        number = tf.range(lines, dtype=tf.int64)
-        places = segment.offset // LINE + number * stride
+        stride = max(1, int(size / wanted))
+        lines = -(-size // BLOCK) * BLOCK // LINE // stride
+        k = slots[own[0]]
+        places = tf.range(lines, dtype=tf.int64)
         if stride > 1:
+            k = max(1, round(k * lines * LINE / size))
             # Multiples of the golden ratio: rows of no length can fool the sample.
-            golden = tf.bitwise.bitwise_and(number * 0x9E3779B9, 0xFFFFFFFF)
+            golden = tf.bitwise.bitwise_and(places * 0x9E3779B9, 0xFFFFFFFF)
             shift = tf.bitwise.right_shift(golden * stride, 32)
-            places += (shift + step * 7919) % stride
-        found.append(_kth_largest(arena, peaks, places, max(1, k)))
-    return tf.stack(found) if found else tf.zeros([0])
+            places = places * stride + (shift + step * 7919) % stride
+        first = [[layout.segments[i].offset // LINE] for i in own]
+        places += tf.constant(first, tf.int64)
+        found.append(_kth_largest(arena, peaks, places, k))
+    order = [i for own in by_size.values() for i in own]
+    return tf.gather(tf.concat(found, axis=0), np.argsort(order))
 
 
 def _kth_largest(
     arena: tf.Tensor, peaks: tf.Tensor, places: tf.Tensor, k: int
 ) -> tf.Tensor:
-    """Return the k-th largest magnitude of the lines at some places, shape []."""
+    """Return the k-th largest magnitude of N lines of n tensors, places [n, N]."""
     # The k largest are in the k groups of lines that have the largest peaks. Least is
     # looked at where there are as many groups as elements in k of them.
-    lines = places.shape[0]
+    tensors, lines = places.shape
     depth = max(1, 2 ** round(math.log2(lines / (LINE * k)) / 2))
     depth = min(depth, BLOCK // LINE, lines)
-    groups = tf.reshape(places[: lines // depth * depth], [-1, depth])
-    largest = tf.reduce_max(tf.gather(peaks, groups), axis=1)
+    groups = tf.reshape(places[:, : lines // depth * depth], [tensors, -1, depth])
+    largest = tf.reduce_max(tf.gather(peaks, groups), axis=2)
     best = tf.math.top_k(largest, min(k, lines // depth), sorted=False).indices
-    chosen = tf.gather(tf.reshape(arena, [-1, LINE]), tf.gather(groups, best))
-    magnitudes = tf.reshape(tf.abs(chosen), [-1])
-    return tf.maximum(tf.math.top_k(magnitudes, k).values[-1], SMALLEST)
+    chosen = tf.gather(groups, best, batch_dims=1)
+    elements = tf.gather(tf.reshape(arena, [-1, LINE]), chosen)
+    magnitudes = tf.reshape(tf.abs(elements), [tensors, -1])
+    return tf.maximum(tf.math.top_k(magnitudes, k).values[:, -1], SMALLEST)
 
 
 def select(
@@ -152,14 +160,14 @@ def select(
     """
     counts = [-(-segment.size // BLOCK) for segment in layout.segments]
     filled = [tf.fill([count], threshold[i]) for i, count in enumerate(counts)]
-    of_block = tf.concat([tf.zeros([0]), *filled], axis=0)
+    of_block = tf.concat(filled, axis=0) if filled else tf.zeros([0])
     # From blocks to lines to elements; a NaN is no reason to pass over its line.
     by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
     blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]
     least = tf.gather(of_block, blocks)[:, tf.newaxis]
     lines, _ = _within(blocks, ~(tf.gather(by_block, blocks) < least))
     elements = tf.gather(tf.reshape(arena, [-1, LINE]), lines)
-    least = tf.gather(of_block, lines // (BLOCK // LINE))[:, tf.newaxis]
+    least = tf.gather(of_block, _shift(lines, BLOCK // LINE))[:, tf.newaxis]
     candidates, index = _within(lines, tf.abs(elements) >= least)
     values = tf.gather(tf.reshape(elements, [-1]), index)
 
@@ -167,7 +175,7 @@ def select(
         # top_k takes the first of equals.
         count = tf.size(candidates, tf.int64)
         start = step * 7919 % count
-        excess = tf.abs(values) / tf.gather(of_block, candidates // BLOCK)
+        excess = tf.abs(values) / tf.gather(of_block, _shift(candidates, BLOCK))
         excess = tf.roll(excess, -start, 0)
         kept = tf.math.top_k(excess, slots, sorted=False, index_type=tf.int64).indices
         times = tf.math.unsorted_segment_sum(
@@ -188,14 +196,20 @@ def _within(parents: tf.Tensor, mask: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     Args:
         parents: shape [C], int64, the numbers of the parents.
-        mask: which of their W parts count, shape [C, W].
+        mask: which of their W parts count, shape [C, W], W a power of 2.
 
     Returns:
         The numbers of the parts that count, and their places in the flat mask; int64.
     """
-    width = mask.shape[1]
     index = tf.where(tf.reshape(mask, [-1]))[:, 0]
-    return tf.gather(parents, index // width) * width + index % width, index
+    width = mask.shape[1]
+    own = tf.gather(parents, _shift(index, width))
+    return own * width + tf.bitwise.bitwise_and(index, width - 1), index
+
+
+def _shift(numbers: tf.Tensor, width: int) -> tf.Tensor:
+    """Divide by a power of 2, as a division of int64 takes several times as long."""
+    return tf.bitwise.right_shift(numbers, width.bit_length() - 1)
 
 
 def densify(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:

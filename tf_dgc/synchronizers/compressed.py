@@ -161,14 +161,15 @@ class DeepGradientCompression(Synchronizer):
             gradients = list(gradients)
             for i in arena.indices:
                 gradients[i] = tf.convert_to_tensor(gradients[i])
-            nonfinite, scale = dgc.first_nonfinite(gradients, momentum), tf.ones([])
-            others = [gradients[i] for i in rest]
-            if config.clip_norm is not None:
-                workers = self.transport.size
-                scale = dgc.clip_scale(gradients, config.clip_norm, workers)
-                others = [dgc.scaled(gradient, scale) for gradient in others]
+            others, scale = [gradients[i] for i in rest], tf.ones([])
             compressed = [gradients[i] for i in arena.indices]
             gradient = layout_lib.flatten(arena.layout, compressed)
+            together = [gradient, *others]
+            nonfinite = dgc.first_nonfinite(gradients, momentum, together)
+            if config.clip_norm is not None:
+                workers = self.transport.size
+                scale = dgc.clip_scale(together, config.clip_norm, workers)
+                others = [dgc.scaled(gradient, scale) for gradient in others]
             return others, nonfinite, gradient, scale
 
         others, nonfinite, gradient, scale = self._each(prepare, gradients)
