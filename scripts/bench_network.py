@@ -18,11 +18,11 @@ are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
     averaging  fit only: parameters are averaged every 16 steps
 
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
-step, by its slowest worker, and the bytes at the workers' interfaces. Runs that are
+step, and the bytes at the workers' interfaces. Runs that are
 there are not repeated, so that a table can grow; `--runs 1 2 3` makes three of each.
 table.md and plot.png show all that is there. `fit --predict` sets what `tf_dgc.advise`
-predicts for these hosts beside them. Rows of the same transport share a run's
-processes in `exchange`, and take turns.
+predicts beside them, from what these hosts measure while all are busy. Rows of the same
+transport share a run's processes in `exchange`, and take turns.
 
 Needs what netlab.py needs, and matplotlib for the plot.
 
@@ -32,12 +32,15 @@ References:
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
+import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,6 +64,7 @@ SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
 COUNTED = ("sent", "received", "sent_again")
 SEGMENT = 1514
+RING_PORT, RING_PIECES = 7411, 16  # pieces of 1 MiB
 KEYS = ("task", "hosts", "rate", "method", "transport", "elements", "batch_size")
 
 
@@ -211,6 +215,84 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {method: result}
 
 
+def probe(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `tf_dgc.advise` predicts from, of this host while all are busy."""
+    import tensorflow as tf
+
+    from tf_dgc import DGCConfig, measure, transports
+
+    transport = transports.resolve(args.transport)
+    reduce = tf.function(lambda: transport.all_reduce([tf.zeros([1])], "probe"))
+    config, latency = DGCConfig(sparsity=SPARSITY), []
+    with Ring() as ring:
+        bandwidth = [ring.bandwidth() for _ in range(5)]
+        for _ in range(50):
+            ring.meet()
+            start = time.perf_counter()
+            reduce()
+            hops = 2 * (transport.size - 1)
+            latency.append((time.perf_counter() - start) / hops)
+        measured, _ = measure.measure(
+            lambda: alexnet(args.width), config, args.batch_size, 40, ring.meet
+        )
+    return {"measured": measured, "bandwidth": bandwidth, "latency": latency}
+
+
+class Ring:
+    """Connections from each host to the next one."""
+
+    def __init__(self) -> None:
+        config = json.loads(os.environ["TF_CONFIG"])
+        hosts = [worker.split(":")[0] for worker in config["cluster"]["worker"]]
+        self._hosts = len(hosts)
+        following = hosts[(config["task"]["index"] + 1) % len(hosts)], RING_PORT
+        with socket.create_server(("", RING_PORT)) as server:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    self._sender = socket.create_connection(following, timeout=60)
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
+            self._receiver, _ = server.accept()
+        self._sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._receiver.settimeout(60)
+
+    def __enter__(self) -> "Ring":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sender.close()
+        self._receiver.close()
+
+    def meet(self) -> None:
+        """Returns when all hosts have come here."""
+        for _ in range(self._hosts - 1):
+            self._sender.sendall(b" ")
+            if not self._receiver.recv(1):
+                raise ConnectionError("A host is gone.")
+
+    def bandwidth(self) -> float:
+        """Returns the bits per second that come while all hosts send."""
+        piece, buffer = bytes(1 << 20), bytearray(1 << 20)
+        self.meet()
+        start = time.perf_counter()
+        sending = threading.Thread(
+            target=lambda: [self._sender.sendall(piece) for _ in range(RING_PIECES)]
+        )
+        sending.start()
+        left = RING_PIECES * len(piece)
+        while left:
+            got = self._receiver.recv_into(buffer, min(left, len(buffer)))
+            if not got:
+                raise ConnectionError("A host is gone.")
+            left -= got
+        sending.join()
+        return 8 * RING_PIECES * len(piece) / (time.perf_counter() - start)
+
+
 def jobs(args: argparse.Namespace) -> Iterator[tuple[int, str, int, str, list[str]]]:
     """Yields run, rate, hosts, transport and methods of each job that is missing."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -243,38 +325,13 @@ def file_of(
 
 def run_all(args: argparse.Namespace) -> int:
     """Runs what is missing, one job after another; returns how many failed."""
-    import netlab
-
-    netlab.end_on_signals()
     failed = 0
     for run, rate, hosts, transport, methods in jobs(args):
-        name = f"{args.task} {' '.join(methods)} over {transport}, {hosts} at {rate}"
-        start, load = time.monotonic(), os.getloadavg()[0]  # what others do here
-        log = args.results / f"{args.task}-{transport}.log"
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            log.open("wb") as output,
-            netlab.Laboratory(hosts, rate) as lab,
-        ):
-            own = ["--worker", folder, "--transport", transport, "--methods", *methods]
-            status = lab.run(
-                [sys.executable, str(HERE / "bench_network.py"), *sys.argv[1:], *own],
-                launch="tf_config" if transport == "collective" else "horovodrun",
-                timeout=args.timeout,
-                environment={"TF_CPP_MIN_LOG_LEVEL": "2"},
-                stdout=output,
-                stderr=output,
-            )
-            texts = [f.read_text() for f in sorted(pathlib.Path(folder).iterdir())]
-        seconds = time.monotonic() - start
-        if status or len(texts) != hosts:
-            print(f"{name}: FAILED with status {status}, see {log}", flush=True)
-            failed += 1
-            continue
-        print(f"{name}: done in {seconds:.0f} s", flush=True)
-        workers = [json.loads(text) for text in texts]
-        for method in methods:
-            found = join([worker[method] for worker in workers])
+        load = os.getloadavg()[0]  # what others do here
+        workers = run_job(args, rate, hosts, transport, methods)
+        failed += not workers
+        for method in methods if workers else ():
+            found = join([worker[method] for worker in workers], args.task)
             found |= {"task": args.task, "hosts": hosts, "rate": rate}
             found |= {"method": method, "transport": transport, "run": run}
             found["load_before"] = load
@@ -284,12 +341,46 @@ def run_all(args: argparse.Namespace) -> int:
     return failed
 
 
-def join(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the figures of all workers as one: the slowest, and mean bytes."""
-    joined = dict(workers[0])
-    joined["seconds"] = [
-        max(s) for s in zip(*(w["seconds"] for w in workers), strict=True)
-    ]
+def run_job(
+    args: argparse.Namespace, rate: str, hosts: int, transport: str, methods: list[str]
+) -> list[dict[str, Any]]:
+    """Runs this script on all hosts; returns what each found, nothing if one failed."""
+    import netlab
+
+    name = f"{args.task} {' '.join(methods)} over {transport}, {hosts} at {rate}"
+    start, log = time.monotonic(), args.results / f"{args.task}-{transport}.log"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        log.open("wb") as output,
+        netlab.Laboratory(hosts, rate) as lab,
+    ):
+        own = ["--worker", folder, "--transport", transport, "--methods", *methods]
+        status = lab.run(
+            [sys.executable, str(HERE / "bench_network.py"), *sys.argv[1:], *own],
+            launch="tf_config" if transport == "collective" else "horovodrun",
+            timeout=args.timeout,
+            environment={"TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdout=output,
+            stderr=output,
+        )
+        texts = [f.read_text() for f in sorted(pathlib.Path(folder).iterdir())]
+    if status or len(texts) != hosts:
+        print(f"{name}: FAILED with status {status}, see {log}", flush=True)
+        return []
+    print(f"{name}: done in {time.monotonic() - start:.0f} s", flush=True)
+    return [json.loads(text) for text in texts]
+
+
+def join(workers: list[dict[str, Any]], task: str) -> dict[str, Any]:
+    """Returns the figures of all workers as one: seconds, and mean bytes.
+
+    The seconds are those of the slowest, where they start together, as in `exchange`.
+    In `fit` none gets ahead of the others; from the end of a step to that of the next
+    it takes all of them as long, on average.
+    """
+    joined, pick = dict(workers[0]), statistics.mean if task == "fit" else max
+    steps = zip(*(worker["seconds"] for worker in workers), strict=True)
+    joined["seconds"] = [pick(step) for step in steps]
     for name in COUNTED:
         steps = zip(*(worker[name] for worker in workers), strict=True)
         joined[name] = [statistics.mean(step) for step in steps]
@@ -351,35 +442,41 @@ def report(folder: pathlib.Path) -> None:
 def compare(folder: pathlib.Path, args: argparse.Namespace) -> list[str]:
     """Returns lines that compare `tf_dgc.advise` with the results of `fit`.
 
-    The hosts share this machine's cores, which the prediction is told.
+    It is told what the hosts measured while all of them were busy: the network's
+    bandwidth and latency, and steps, by the slowest.
     """
-    from tf_dgc import DGCConfig, advise, measure, rates
+    from tf_dgc import DGCConfig, advise, measure
 
-    config, cores = DGCConfig(sparsity=SPARSITY), len(os.sched_getaffinity(0))
-    measured, tensors = measure.measure(
-        lambda: alexnet(args.width), config, args.batch_size, max(args.steps, 5)
-    )
-    lines = advise.describe(measured, tensors, config).splitlines()
-    groups: dict[tuple[Any, ...], list[float]] = {}
-    for file in sorted(folder.glob("fit-*.json")):
-        result = json.loads(file.read_text())
-        same = 4 * result["elements"] == tensors.gradient_bytes
-        if same and result["batch_size"] == args.batch_size:
-            key = tuple(result[name] for name in KEYS[1:5])
-            groups.setdefault(key, []).extend(result["seconds"])
-    lines += [
-        "",
-        "| hosts | rate | row | predicted | measured | ratio |",
-        "|---" * 6 + "|",
-    ]
-    for (hosts, rate, method, transport), seconds in groups.items():
-        network = advise.Network(rates.bits_per_second(rate))
-        found = advise.predict(
-            *(measured, tensors, config, PERIOD, hosts, network), hosts, cores
-        )[{"dgc": "DGC"}.get(method, method)].seconds
-        real = statistics.median(seconds)
-        cells = f"{found:.4g} | {real:.4g} | {found / real:.2f}"
-        lines.append(f"| {hosts} | {rate} | {method}/{transport} | {cells} |")
+    config, weights = DGCConfig(sparsity=SPARSITY), alexnet(args.width).weights
+    tensors = measure.tensors_of(weights, config)
+    lines = ["| hosts | rate | row | predicted | measured | ratio |", "|---" * 6 + "|"]
+    for hosts, rate in itertools.product(args.hosts, args.rates):
+        workers = run_job(args, rate, hosts, "collective", ["probe"])
+        if not workers:
+            continue
+        each = zip(*(worker["measured"] for worker in workers), strict=True)
+        measured = measure.Measured(*map(max, each))
+        rounds = zip(*(worker["bandwidth"] for worker in workers), strict=True)
+        waits = zip(*(worker["latency"] for worker in workers), strict=True)
+        network = advise.Network(
+            statistics.median(map(min, rounds)), statistics.median(map(max, waits))
+        )
+        print(f"{hosts} at {rate}: {network}, {measured}")
+        predicted = advise.predict(measured, tensors, config, PERIOD, hosts, network)
+        for row in args.rows:
+            method, transport = row.split("/")
+            seconds: list[float] = []
+            for file in folder.glob(f"fit-{method}-{transport}-{hosts}-{rate}-*.json"):
+                result = json.loads(file.read_text())
+                same = 4 * result["elements"] == tensors.gradient_bytes
+                if same and result["batch_size"] == args.batch_size:
+                    seconds += result["seconds"]
+            if not seconds:
+                continue
+            found = predicted[{"dgc": "DGC"}.get(method, method)].seconds
+            real = statistics.median(seconds)
+            cells = f"{found:.4g} | {real:.4g} | {found / real:.2f}"
+            lines.append(f"| {hosts} | {rate} | {row} | {cells} |")
     return lines
 
 
@@ -436,7 +533,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900, help="seconds of a job")
     parser.add_argument("--results", type=pathlib.Path, default="bench_network")
     parser.add_argument(
-        "--predict", action="store_true", help="fit: compare with tf_dgc.advise"
+        "--predict", action="store_true", help="compare `fit` with tf_dgc.advise"
     )
     for hidden in ("--worker", "--transport"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -460,7 +557,8 @@ def main() -> int:
     """Runs and reports; returns the exit status."""
     args = arguments()
     if args.worker:
-        found = (exchange if args.task == "exchange" else fit)(args)
+        task = {"exchange": exchange, "fit": fit}[args.task]
+        found = (probe if args.methods == ["probe"] else task)(args)
         name = COUNTERS.parent / "address"  # differs between hosts
         file = pathlib.Path(args.worker) / name.read_text().strip().replace(":", "")
         file.write_text(json.dumps(found))
@@ -468,14 +566,15 @@ def main() -> int:
     import netlab
 
     args.results.mkdir(parents=True, exist_ok=True)
+    netlab.end_on_signals()
     try:
         failed = run_all(args)
+        compared = compare(args.results, args) if args.predict else []
     except (netlab.LabError, ValueError) as error:
         print(f"bench_network: {error}", file=sys.stderr)
         return 125
     report(args.results)
-    if args.predict and args.task == "fit":
-        print("\n".join(["", *compare(args.results, args)]))
+    print("\n".join(["", *compared]))
     return min(failed, 1)
 
 

@@ -20,7 +20,7 @@ from tf_dgc import advise, dgc, measure, rates
 from tf_dgc.advise import Exchange, Network, Prediction
 from tf_dgc.averaging_strategy import ParameterAveragingStrategy
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.measure import Measured, Time
+from tf_dgc.measure import Measured
 from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
 
 sys.path.insert(0, str(launch.ROOT / "scripts"))
@@ -28,11 +28,11 @@ import bench_network
 
 SHAPES = [(100, 64), (64,), (64, 50), (3, 5)]
 MEASURED = Measured(
-    dense=Time(1.0, 2.0),
-    compressed=Time(1.5, 2.5),
-    uncompressed=Time(1.25, 2.25),
-    message=Time(0.1, 0.1),
-    round=Time(0.5, 0.5),
+    dense=1.0,
+    compressed=1.5,
+    uncompressed=1.25,
+    message=0.1,
+    round=0.5,
 )
 
 
@@ -105,15 +105,6 @@ class FormulaTest(tf.test.TestCase):
         network = Network(bandwidth=24e6, latency=0.01)
         self.assertAllClose(exchange.seconds(4, network), 1.0 + 3 * 0.01)
 
-    def test_sharing_cores(self) -> None:
-        for workers, cores, seconds in (
-            (1, 1, 1.0),  # alone: as measured
-            (2, 2, 2.0),  # 2 * 2.0 / 2
-            (4, 2, 4.0),
-            (2, 8, 1.0),  # enough for both
-        ):
-            self.assertEqual(Time(1.0, 2.0).shared(workers, cores), seconds)
-
     def test_prediction(self) -> None:
         # 25,856 bytes of tensors, of which 316 are small.
         config = DGCConfig(sparsity=0.99, min_elements=100)
@@ -134,10 +125,6 @@ class FormulaTest(tf.test.TestCase):
         for name, prediction in found.items():
             seconds = computed[name] + 8e-6 * sent[name] + 0.01 * hops[name]
             self.assertAllClose([*prediction], [seconds, sent[name]], msg=name)
-        shared = advise.predict(MEASURED, tensors, config, 4, 4, network, 4, 2)
-        # (2.5 + 3 * 0.1) * 4 workers / 2 cores instead of 1.8.
-        more = shared["DGC"].seconds - found["DGC"].seconds
-        self.assertAllClose(more, 5.6 - 1.8)
 
     def test_messages_that_would_cost_more_than_dense(self) -> None:
         config = DGCConfig(sparsity=0.75, min_elements=100)
@@ -214,8 +201,7 @@ class TrafficTest(tf.test.TestCase):
                 self.assertEqual(tensors.gradient_bytes, gradients)
                 self.assertEqual(tensors.statistic_bytes, moving)
                 for each in (measured.dense, measured.compressed):
-                    self.assertGreater(each.wall, 0)
-                    self.assertGreater(each.cpu, 0)
+                    self.assertGreater(each, 0)
 
     def test_rounds_of_averaging(self) -> None:
         config = AveragingConfig(period=2)
@@ -309,8 +295,8 @@ class CommandTest(tf.test.TestCase):
             )
         self.assertEqual(status, 0)
         self.assertIn("38,716 bytes of gradients", out)
-        self.assertRegex(out, r"training step +1 \(2\)")
-        self.assertRegex(out, r"each further message, read and added +0\.1 \(0\.1\)")
+        self.assertRegex(out, r"training step +1\n")
+        self.assertRegex(out, r"each further message, read and added +0\.1\n")
         lines = out.partition("workers ")[2].splitlines()[1:]
         rows = [line.split() for line in lines if line[:7].strip().isdigit()]
         self.assertEqual([row[0] for row in rows], ["1", "2", "4"])
@@ -332,29 +318,40 @@ class CommandTest(tf.test.TestCase):
 
 class LaboratoryTest(tf.test.TestCase):
     def test_predictions_beside_results(self) -> None:
-        tensors = measure.tensors_of(variables(), DGCConfig())
-        result = {"task": "fit", "hosts": 2, "rate": "1gbit", "method": "dense"}
-        result |= {"transport": "horovod", "elements": 9679, "batch_size": 8}
-        args = argparse.Namespace(width=64, batch_size=8, steps=1)
+        elements = bench_network.alexnet(64).count_params()
+        result = {"elements": elements, "batch_size": 8}
+        hosts = [
+            {"measured": MEASURED, "bandwidth": [2e18, 3e18, 4e18], "latency": [0.5]},
+            {
+                "measured": MEASURED._replace(dense=2.0),
+                "bandwidth": [4e18, 1e18, 4e18],
+                "latency": [0.25],
+            },
+        ]
+        args = argparse.Namespace(
+            **{"width": 64, "batch_size": 8, "hosts": [2], "rates": ["1gbit"]},
+            rows=["dense/horovod", "dgc/horovod", "averaging/hybrid"],
+        )
         with (
             tempfile.TemporaryDirectory() as name,
-            mock.patch.object(measure, "measure", return_value=(MEASURED, tensors)),
-            mock.patch("os.sched_getaffinity", return_value={0, 1}),
+            mock.patch.object(bench_network, "run_job", return_value=hosts),
         ):
             folder = pathlib.Path(name)
             for file, changed in (
-                ("fit-1.json", {"seconds": [1.0, 4.0, 7.0]}),
-                ("fit-2.json", {"batch_size": 4}),  # of another batch
-                ("fit-3.json", {"method": "dgc", "seconds": [5.0]}),
+                ("fit-dense-horovod-2-1gbit-run1", {"seconds": [1.0, 6.0, 7.0]}),
+                ("fit-dense-horovod-2-1gbit-run2", {"batch_size": 4}),
+                ("fit-dgc-horovod-2-1gbit-run1", {"seconds": [6.2]}),
+                ("fit-dgc-horovod-4-1gbit-run1", {"seconds": [1.0]}),
             ):
-                (folder / file).write_text(json.dumps(result | changed))
+                (folder / f"{file}.json").write_text(json.dumps(result | changed))
             lines = bench_network.compare(folder, args)
-        # 2 hosts share 2 cores: 2.0 and 2.5 + 0.1 seconds, and some bytes.
+        # By the slowest host: 2 seconds and two latencies of 0.5; 1.5 seconds, 0.1 for
+        # a message, and three latencies. No bytes count at such rates.
         self.assertEqual(
-            lines[-2:],
+            lines[2:],
             [
-                "| 2 | 1gbit | dense/horovod | 2 | 4 | 0.50 |",
-                "| 2 | 1gbit | dgc/horovod | 2.6 | 5 | 0.52 |",
+                "| 2 | 1gbit | dense/horovod | 3 | 6 | 0.50 |",
+                "| 2 | 1gbit | dgc/horovod | 3.1 | 6.2 | 0.50 |",
             ],
         )
 

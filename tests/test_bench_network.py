@@ -39,15 +39,16 @@ class SumsTest(unittest.TestCase):
                 found = bench_network.expected_bytes(result(method, **changed))
                 self.assertEqual(found, expected)
 
-    def test_join_takes_the_slowest_and_the_mean_of_bytes(self) -> None:
+    def test_join_takes_the_mean_of_bytes_and_the_slowest_of_an_exchange(self) -> None:
         none = {"sent_again": [0, 0]}
         workers = [
             {"seconds": [1.0, 5.0], "sent": [10, 20], "received": [0, 2]} | none,
             {"seconds": [2.0, 4.0], "sent": [30, 40], "received": [4, 2]} | none,
         ]
-        joined = bench_network.join(workers)
+        joined = bench_network.join(workers, "exchange")
         expected = {"seconds": [2.0, 5.0], "sent": [20, 30], "received": [2, 2]}
         self.assertEqual(joined, expected | none)
+        self.assertEqual(bench_network.join(workers, "fit")["seconds"], [1.5, 4.5])
 
 
 class TableTest(unittest.TestCase):

@@ -18,10 +18,10 @@ hand S bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
                  + all-gather of headers) / period
 
 Nothing of an exchange runs beside the backward pass in this package, so times add up.
-Not in the table: headers of TCP/IP (5% of the bytes), what processors spend on packets
-and on summing what a ring brings, waiting for the slowest worker, reading data, and
-accuracy. A latency that is not given counts as none. Gradients of embeddings count as
-dense ones.
+B is best measured while all workers send: then it holds what headers and processors
+take of a link. Not in the table: summing what a ring brings, waiting for the slowest
+worker, reading data, and accuracy. A latency that is not given counts as none.
+Gradients of embeddings count as dense ones.
 
 References:
     Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of
@@ -34,7 +34,6 @@ References:
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -111,8 +110,6 @@ def predict(
     period: int,
     workers: int,
     network: Network,
-    sharing: int = 1,
-    cores: int = 1,
 ) -> dict[str, Prediction]:
     """Predict a step of N workers with each strategy.
 
@@ -123,20 +120,17 @@ def predict(
         period: local steps between two rounds of averaging.
         workers: N, 1 or more.
         network: between them.
-        sharing: how many of them share a machine's cores, each with its own link.
-        cores: of such a machine.
     """
     sends = sends_messages(tensors, config, workers)
     base = measured.compressed if sends else measured.uncompressed
     times = {
         "dense": measured.dense,
-        "DGC": base.plus(measured.message, workers - 1 if sends else 0),
-        "averaging": measured.dense.plus(measured.round, 1 / period),
+        "DGC": base + (workers - 1) * measured.message if sends else base,
+        "averaging": measured.dense + measured.round / period,
     }
     found = {}
     for name, exchange in exchanges(tensors, config, period, workers).items():
-        seconds = times[name].shared(min(sharing, workers), cores)
-        seconds += exchange.seconds(workers, network)
+        seconds = times[name] + exchange.seconds(workers, network)
         found[name] = Prediction(seconds, exchange.wire_bytes(workers))
     return found
 
@@ -218,14 +212,13 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="MODULE:FUNCTION")
     add("--workers", type=int, nargs="+", default=WORKERS, help="N (1 2 4 ... 1024)")
-    add("--bandwidth", default="1gbit", help="of each worker, both ways (1gbit)")
+    bandwidth = "of each worker, both ways, while all send (1gbit)"
+    add("--bandwidth", default="1gbit", help=bandwidth)
     add("--latency", type=float, default=0.0, help="of a message, in seconds (0)")
     add("--batch-size", type=int, default=32, help="rows of a worker's batch (32)")
     add("--steps", type=int, default=10, help="timed with each strategy (10)")
     add("--sparsity", type=float, default=DGCConfig.sparsity, help="of DGC (0.999)")
     add("--period", type=int, default=AveragingConfig.period, help="of averaging (16)")
-    shared = "workers that share this machine's cores, as hosts of netlab.py do (1)"
-    add("--sharing", type=int, default=1, metavar="WORKERS", help=shared)
     return parser
 
 
@@ -237,7 +230,7 @@ def check(
     Raises:
         ValueError: an argument is out of its range.
     """
-    for name in ("workers", "batch-size", "steps", "period", "sharing"):
+    for name in ("workers", "batch-size", "steps", "period"):
         given = getattr(args, name.replace("-", "_"))
         least = given if isinstance(given, int) else min(given)
         if least < 1:
@@ -260,13 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured, tensors = measure(make, config, args.batch_size, args.steps)
     except ModelError as error:
         parser.error(f"--model {args.model}: {error}")
-    network, cores = Network(bandwidth, args.latency), len(os.sched_getaffinity(0))
+    network = Network(bandwidth, args.latency)
     predictions, notes = {}, {}
     for workers in sorted(set(args.workers)):
-        found = predict(
-            *(measured, tensors, config, args.period),
-            *(workers, network, args.sharing, cores),
-        )
+        found = predict(measured, tensors, config, args.period, workers, network)
         predictions[workers] = found
         notes[workers] = choose(found, tensors, config, workers)
     sys.stdout.write(
@@ -285,15 +275,15 @@ def describe(measured: Measured, tensors: Tensors, config: DGCConfig) -> str:
     lines = [
         f"{tensors.gradient_bytes:,} bytes of gradients, {tensors.rest_bytes:,} of "
         f"them never compressed; a message has {form.bytes:,} bytes.",
-        "Measured here, in seconds (and seconds of all cores):",
+        "Measured here, in seconds:",
     ]
-    for meaning, (wall, cpu) in (
+    for meaning, seconds in (
         ("training step", measured.dense),
         (f"training step with DGC, sparsity {config.sparsity:g}", measured.compressed),
         ("each further message, read and added", measured.message),
         ("round of averaging", measured.round),
     ):
-        lines.append(f"  {meaning:44} {wall:9.4g} ({cpu:.4g})")
+        lines.append(f"  {meaning:44} {seconds:9.4g}")
     return "\n".join(lines)
 
 

@@ -33,21 +33,6 @@ class ModelError(ValueError):
     """A model that cannot be measured; the message says why."""
 
 
-class Time(NamedTuple):
-    """What something takes on this machine, in seconds."""
-
-    wall: float
-    cpu: float  # of all cores together
-
-    def plus(self, other: "Time", times: float = 1.0) -> "Time":
-        """Return the sum with a multiple of another."""
-        return Time(self.wall + times * other.wall, self.cpu + times * other.cpu)
-
-    def shared(self, workers: int, cores: int) -> float:
-        """Return seconds where workers share the cores: these, or all their work."""
-        return max(self.wall, workers * self.cpu / cores) if workers > 1 else self.wall
-
-
 class Tensors(NamedTuple):
     """What a model has to exchange."""
 
@@ -58,13 +43,13 @@ class Tensors(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a worker takes on this machine."""
+    """What a worker takes on this machine, in seconds."""
 
-    dense: Time  # training step of a worker that is alone
-    compressed: Time  # the same with DGC, its own message read and added
-    uncompressed: Time  # the same in a stage that DGC exchanges densely
-    message: Time  # to read and add one more message
-    round: Time  # of averaging
+    dense: float  # training step of a worker that is alone
+    compressed: float  # the same with DGC, its own message read and added
+    uncompressed: float  # the same in a stage that DGC exchanges densely
+    message: float  # to read and add one more message
+    round: float  # of averaging
 
 
 def tensors_of(
@@ -138,33 +123,40 @@ def synthetic_batch(model: keras.Model, rows: int) -> tuple[Any, Any]:
     )
 
 
+def _go_on() -> None:
+    """Meet nobody."""
+
+
 class _Clock(keras.callbacks.Callback):
     """Notes when steps end."""
 
-    def __init__(self) -> None:
+    def __init__(self, meet: Callable[[], None]) -> None:
         super().__init__()
-        self.ends: list[Time] = []
+        self.ends: list[float] = []
+        self._meet = meet
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Wait for others."""
+        self._meet()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Wait for the step's results, and note the time."""
         tf.nest.map_structure(float, logs)
-        self.ends.append(_now())
+        self.ends.append(time.perf_counter())
 
 
-def _now() -> Time:
-    return Time(time.perf_counter(), time.process_time())
-
-
-def _median(ends: Sequence[Time]) -> Time:
+def _median(ends: Sequence[float]) -> float:
     """Return the median time between two of them."""
-    pairs = list(itertools.pairwise(ends))
-    wall, cpu = (statistics.median(b[i] - a[i] for a, b in pairs) for i in (0, 1))
-    return Time(wall, cpu)
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
 def measure_step(
-    make: Callable[[], keras.Model], strategy: BaseStrategy, rows: int, steps: int
-) -> tuple[Time, keras.Model]:
+    make: Callable[[], keras.Model],
+    strategy: BaseStrategy,
+    rows: int,
+    steps: int,
+    meet: Callable[[], None] = _go_on,
+) -> tuple[float, keras.Model]:
     """Train a model for some steps.
 
     Args:
@@ -172,9 +164,10 @@ def measure_step(
         strategy: of one worker.
         rows: of a batch.
         steps: number of timed ones.
+        meet: called before each of them.
 
     Returns:
-        The median step, and the model.
+        The seconds of the median step, and the model.
 
     Raises:
         ModelError: `make` returns no model, or one that is not built.
@@ -188,18 +181,20 @@ def measure_step(
         if not model.compiled:
             model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     model.jit_compile = False  # as on several workers
-    batch, clock = synthetic_batch(model, rows), _Clock()
+    batch, clock = synthetic_batch(model, rows), _Clock(meet)
     data = tf.data.Dataset.from_tensors(batch).repeat(_WARMUP + steps)
     model.fit(data, verbose=0, shuffle=False, callbacks=[clock])
     return _median(clock.ends[_WARMUP - 1 :]), model
 
 
-def measure_message(layout: Layout, config: DGCConfig, repeats: int) -> Time:
-    """Measure how long it takes to read one message more, and to add it."""
+def measure_message(
+    layout: Layout, config: DGCConfig, repeats: int, meet: Callable[[], None] = _go_on
+) -> float:
+    """Measure the seconds that it takes to read one message more, and to add it."""
     slots = sum(sparsify.slots_per_segment(layout, config.sparsity))
     form = packing.make_format(slots, layout.size, config.value_dtype)
     if not layout.size or config.sparsity == 0:
-        return Time(0.0, 0.0)
+        return 0.0
     state = ArenaState([layout.size], False, default_device())
 
     @tf.function(autograph=False)
@@ -223,24 +218,24 @@ def measure_message(layout: Layout, config: DGCConfig, repeats: int) -> Time:
 
     messages = tf.stack([message(tf.constant(i)) for i in range(_MESSAGES + 1)])
 
-    def median(messages: tf.Tensor) -> Time:
+    def median(messages: tf.Tensor) -> float:
         ends = []
         for _ in range(_WARMUP + repeats):
+            meet()
             add(messages).numpy()
-            ends.append(_now())
+            ends.append(time.perf_counter())
         return _median(ends[_WARMUP - 1 :])
 
-    return _excess(median(messages), median(messages[:1]), _MESSAGES)
-
-
-def _excess(more: Time, less: Time, times: int = 1) -> Time:
-    """Return by how much one is longer, never less than nothing, divided."""
-    wall, cpu = (max(0.0, a - b) / times for a, b in zip(more, less, strict=True))
-    return Time(wall, cpu)
+    more = median(messages) - median(messages[:1])
+    return max(0.0, more) / _MESSAGES
 
 
 def measure(
-    make: Callable[[], keras.Model], config: DGCConfig, rows: int, steps: int
+    make: Callable[[], keras.Model],
+    config: DGCConfig,
+    rows: int,
+    steps: int,
+    meet: Callable[[], None] = _go_on,
 ) -> tuple[Measured, Tensors]:
     """Measure a model with each strategy, on one worker.
 
@@ -249,15 +244,19 @@ def measure(
         config: of DGC.
         rows: of a worker's batch.
         steps: number of steps to time.
+        meet: called before each of them: where workers that share this machine are
+            measured at once, what keeps them in step, as training does.
 
     Raises:
         ModelError: as `measure_step` does.
     """
     dense_stage = dataclasses.replace(config, sparsity=0.0, momentum_masking=False)
     every_step = AveragingConfig(period=1)
-    step, model = measure_step(make, DenseStrategy(transport="local"), rows, steps)
+    step, model = measure_step(
+        make, DenseStrategy(transport="local"), rows, steps, meet
+    )
     compressed, uncompressed, with_round = (
-        measure_step(make, strategy, rows, steps)[0]
+        measure_step(make, strategy, rows, steps, meet)[0]
         for strategy in (
             DGCStrategy(config, transport="local"),
             DGCStrategy(dense_stage, transport="local"),
@@ -268,6 +267,6 @@ def measure(
     moving = [v for v in weights if v.dtype.is_floating and not v.trainable]
     moving += _host.averages_of(model.optimizer)
     tensors = tensors_of(model.trainable_variables, config, moving)
-    message = measure_message(tensors.layout, config, steps)
-    held = _excess(with_round, step)
+    message = measure_message(tensors.layout, config, steps, meet)
+    held = max(0.0, with_round - step)
     return Measured(step, compressed, uncompressed, message, held), tensors

@@ -217,8 +217,9 @@ def faults(
     high = octets[:, sum(form.body_bytes[:2]) :]
     bits = tf.cast(tf.raw_ops.PopulationCount(x=high), tf.int32)
     count = tf.reduce_sum(bits, axis=1)
-    end = tf.constant([form.size], tf.int64)
-    ascend = [_all(own < tf.concat([own[1:], end], axis=0)) for own in positions]
+    ascend = [
+        _all(own[:-1] < own[1:]) & _all(own[-1:] < form.size) for own in positions
+    ]
     finite = [_all(tf.math.is_finite(own)) for own in values]
     wrong = [
         tf.zeros_like(count, tf.bool),
