@@ -42,7 +42,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -224,7 +224,9 @@ def probe(args: argparse.Namespace) -> dict[str, Any]:
     transport = transports.resolve(args.transport)
     reduce = tf.function(lambda: transport.all_reduce([tf.zeros([1])], "probe"))
     config, latency = DGCConfig(sparsity=SPARSITY), []
-    with Ring() as ring:
+    cluster = json.loads(os.environ["TF_CONFIG"])
+    hosts = [worker.split(":")[0] for worker in cluster["cluster"]["worker"]]
+    with Ring(hosts, cluster["task"]["index"]) as ring:
         bandwidth = [ring.bandwidth() for _ in range(5)]
         for _ in range(50):
             ring.meet()
@@ -241,13 +243,10 @@ def probe(args: argparse.Namespace) -> dict[str, Any]:
 class Ring:
     """Connections from each host to the next one."""
 
-    def __init__(self) -> None:
-        config = json.loads(os.environ["TF_CONFIG"])
-        hosts = [worker.split(":")[0] for worker in config["cluster"]["worker"]]
-        self._hosts = len(hosts)
-        following = hosts[(config["task"]["index"] + 1) % len(hosts)], RING_PORT
-        with socket.create_server(("", RING_PORT)) as server:
-            deadline = time.monotonic() + 60
+    def __init__(self, hosts: Sequence[str], index: int) -> None:
+        self._hosts, deadline = len(hosts), time.monotonic() + 60
+        following = hosts[(index + 1) % len(hosts)], RING_PORT
+        with socket.create_server((hosts[index], RING_PORT)) as server:
             while True:
                 try:
                     self._sender = socket.create_connection(following, timeout=60)
@@ -256,6 +255,7 @@ class Ring:
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.1)
+            server.settimeout(60)
             self._receiver, _ = server.accept()
         self._sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._receiver.settimeout(60)

@@ -1,6 +1,7 @@
 """Tests of scripts/bench_network.py: its sums, its table, and one small run."""
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -49,6 +50,28 @@ class SumsTest(unittest.TestCase):
         expected = {"seconds": [2.0, 5.0], "sent": [20, 30], "received": [2, 2]}
         self.assertEqual(joined, expected | none)
         self.assertEqual(bench_network.join(workers, "fit")["seconds"], [1.5, 4.5])
+
+
+class RingTest(unittest.TestCase):
+    def test_hosts_meet_and_measure_until_one_is_gone(self) -> None:
+        hosts, met = ["127.0.0.1", "127.0.0.2"], []
+
+        def work(index: int) -> float:
+            with bench_network.Ring(hosts, index) as ring:
+                for _ in range(3):
+                    met.append(index)
+                    ring.meet()
+                    # Nobody is a round ahead of the other.
+                    self.assertLessEqual(abs(2 * met.count(0) - len(met)), 1)
+                found = ring.bandwidth()
+                if index:
+                    with self.assertRaisesRegex(ConnectionError, "gone|reset|pipe"):
+                        ring.meet()
+                return found
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for found in pool.map(work, range(2)):
+                self.assertGreater(found, 0.0)
 
 
 class TableTest(unittest.TestCase):
