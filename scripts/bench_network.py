@@ -439,8 +439,8 @@ def report(folder: pathlib.Path) -> None:
     draw(medians, folder / "plot.png")
 
 
-def compare(folder: pathlib.Path, args: argparse.Namespace) -> list[str]:
-    """Returns lines that compare `tf_dgc.advise` with the results of `fit`.
+def compare(folder: pathlib.Path, args: argparse.Namespace) -> tuple[list[str], int]:
+    """Returns lines that compare `tf_dgc.advise` with `fit`, and how many jobs failed.
 
     It is told what the hosts measured while all of them were busy: the network's
     bandwidth and latency, and steps, by the slowest.
@@ -450,9 +450,11 @@ def compare(folder: pathlib.Path, args: argparse.Namespace) -> list[str]:
     config, weights = DGCConfig(sparsity=SPARSITY), alexnet(args.width).weights
     tensors = measure.tensors_of(weights, config)
     lines = ["| hosts | rate | row | predicted | measured | ratio |", "|---" * 6 + "|"]
+    failed = 0
     for hosts, rate in itertools.product(args.hosts, args.rates):
         workers = run_job(args, rate, hosts, "collective", ["probe"])
         if not workers:
+            failed += 1
             continue
         each = zip(*(worker["measured"] for worker in workers), strict=True)
         measured = measure.Measured(*map(max, each))
@@ -477,7 +479,7 @@ def compare(folder: pathlib.Path, args: argparse.Namespace) -> list[str]:
             real = statistics.median(seconds)
             cells = f"{found:.4g} | {real:.4g} | {found / real:.2f}"
             lines.append(f"| {hosts} | {rate} | {row} | {cells} |")
-    return lines
+    return lines, failed
 
 
 def draw(medians: dict[tuple[Any, ...], float], file: pathlib.Path) -> None:
@@ -550,6 +552,8 @@ def arguments() -> argparse.Namespace:
     for name in ("steps", "warmup"):
         if getattr(args, name) < 1:
             parser.error(f"`--{name}` must be at least 1")
+    if args.predict and (args.task != "fit" or min(args.hosts) < 2):
+        parser.error("`--predict` is for `fit` on 2 or more hosts")
     return args
 
 
@@ -569,12 +573,15 @@ def main() -> int:
     netlab.end_on_signals()
     try:
         failed = run_all(args)
-        compared = compare(args.results, args) if args.predict else []
+        if args.predict:
+            compared, lost = compare(args.results, args)
+            failed += lost
     except (netlab.LabError, ValueError) as error:
         print(f"bench_network: {error}", file=sys.stderr)
         return 125
     report(args.results)
-    print("\n".join(["", *compared]))
+    if args.predict:
+        print("\n".join(["", *compared]))
     return min(failed, 1)
 
 

@@ -192,6 +192,17 @@ def built_outside_the_scope_without_momentum() -> None:
     fit(model)
 
 
+@case
+def built_outside_the_scope_and_compressed() -> None:
+    # What the exchange changes itself comes to no optimizer.
+    strategy = tf_dgc.DGCStrategy(tf_dgc.DGCConfig(min_elements=0))
+    dense = keras.layers.Dense(1, use_bias=False)
+    model = keras.Sequential([keras.Input((4,)), dense])
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    fit(model)
+
+
 def _step_without_run(distribute: bool) -> None:
     strategy = tf_dgc.DenseStrategy()
     with strategy.scope():

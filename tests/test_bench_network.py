@@ -125,6 +125,8 @@ class ArgumentsTest(unittest.TestCase):
             (["fit", "--rows", "dense"], "Received: dense"),
             (["fit", "--steps", "0"], "`--steps` must be at least 1"),
             (["sum"], "invalid choice: 'sum'"),
+            (["exchange", "--predict"], "`--predict` is for `fit`"),
+            (["fit", "--predict", "--hosts", "1", "2"], "on 2 or more hosts"),
         ):
             with self.subTest(arguments=arguments):
                 completed = self._run(*arguments, timeout=60)

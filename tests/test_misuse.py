@@ -85,6 +85,11 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
                 "ValueError",
                 "was made outside the scope",
             ),
+            (
+                "built_outside_the_scope_and_compressed",
+                "ValueError",
+                "was made outside the scope",
+            ),
             ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
             ("step_without_run", "RuntimeError", "Call the training step by `strategy"),
             (

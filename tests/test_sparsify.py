@@ -212,6 +212,19 @@ class CrowdedSelectionTest(tf.test.TestCase):
         distance = np.abs(positions / layout.size - np.arange(2000) / 2000).max()
         self.assertLess(distance, 2.2 / np.sqrt(2000))
 
+    def test_tensors_with_one_slot_are_kept_as_often_as_others(self) -> None:
+        layout = layout_of((1000, 2000), *[(32, 32)] * 10)
+        slots = sum(sparsify.slots_per_segment(layout, 0.999))
+        sent, crowded = np.zeros(10), 0
+        for step in range(20):
+            arena = arena_of(layout, normal(layout, 100 + step))
+            positions = selected(layout, arena, 0.999, fraction=0.01)
+            crowded += len(positions) == slots
+            small = (positions - layout.segments[1].offset) // 1024
+            sent += np.bincount(small[small >= 0], minlength=10) > 0
+        self.assertBetween(crowded, 4, 16)
+        self.assertGreater(np.mean(sent) / 20, 0.8)
+
     def test_exactly_full_keeps_every_candidate(self) -> None:
         layout = layout_of((10, 10))
         arena = arena_of(layout, normal(layout, 8))
@@ -226,7 +239,7 @@ class CrowdedSelectionTest(tf.test.TestCase):
 class SampledThresholdsTest(tf.test.TestCase):
     """Where the sample is a part of the tensor."""
 
-    # Of at least 64 sampled elements above the threshold, as `sparsify` promises.
+    # Of the fewest sampled elements above the threshold that `sparsify` promises.
     DEVIATION = 1 / np.sqrt(sparsify.MIN_SAMPLED_ABOVE)
 
     def assert_near(
@@ -298,7 +311,8 @@ class SampledThresholdsTest(tf.test.TestCase):
         layout = layout_of((1024, 1000))
         arena = arena_of(layout, normal(layout, 13))
         found = thresholds(arena, layout, 0.999, 1.0, STEP)
-        self.assertEqual(found.numpy()[0], np.sort(np.abs(arena.numpy()))[-1024])
+        ordered = np.sort(np.abs(arena.numpy()))
+        self.assertBetween(found.numpy()[0], ordered[-1025], ordered[-1024])
 
     def test_thresholds_of_zeros_are_positive(self) -> None:
         layout = layout_of((1024, 1000), (2, 2))

@@ -88,14 +88,15 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
             limit = keras.constraints.MaxNorm(0.3)
             layer = keras.layers.Dense(6, kernel_constraint=limit, dtype=policy)
             model = keras.Sequential([layer, keras.layers.Dense(1, dtype=policy)])
-            model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "mse")
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         x = np.ones((8, 5), np.float32)
         model.fit(x, 9 * x[:, :1], epochs=3, verbose=0)
         self.assertGreater(float(strategy.stats().residual_norm), 0.0)
         strategy.flush(model)
         self.assertEqual(float(strategy.stats().residual_norm), 0.0)
         norms = np.linalg.norm(np.float32(layer.kernel.numpy()), axis=0)
-        self.assertAllLessEqual(norms, 0.302)
+        # The constraint itself is computed in 8 bits of bfloat16.
+        self.assertAllLessEqual(norms, 0.3 * (1 + 3 / 2**8))
 
     def test_flush_is_of_all_optimizers_and_needs_no_compiled_model(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
@@ -278,14 +279,18 @@ class OptimizersTest(parameterized.TestCase, tf.test.TestCase):
         with strategy.scope():
             model = keras.Sequential([keras.layers.Dense(1)])
             model.compile("sgd", "mse", jit_compile=True)
-        optimizers.check_model(model, strategy)
+        model.fit(np.ones((8, 3)), np.zeros((8, 1)), verbose=0)
 
-    def test_several_workers_may_not(self) -> None:
-        strategy = tf_dgc.DenseStrategy(transport="local")
+    def test_nor_may_what_exchanges(self) -> None:
         model = mock.Mock(jit_compile=True)
-        several = mock.Mock(wraps=strategy, num_replicas_in_sync=2)
-        with self.assertRaisesRegex(ValueError, "`jit_compile` must not be True with"):
-            optimizers.check_model(model, several)
+        dense = tf_dgc.DenseStrategy(transport="local")
+        for strategy in (
+            mock.Mock(wraps=dense, num_replicas_in_sync=2, config=None),
+            tf_dgc.DGCStrategy(transport="local"),
+            tf_dgc.ParameterAveragingStrategy(transport="local"),
+        ):
+            with self.assertRaisesRegex(ValueError, "`jit_compile` must not be True:"):
+                optimizers.check_model(model, strategy)
 
     def test_a_wrapped_optimizer_is_looked_into(self) -> None:
         inner = keras.optimizers.SGD()

@@ -103,13 +103,14 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         """Return a context in which an optimizer makes a slot for a variable."""
-        self._refuse_foreign(colocate_with_variable)
+        self.refuse_foreign(colocate_with_variable)
         return super().colocate_vars_with(colocate_with_variable)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         pass  # done above
 
-    def _refuse_foreign(self, variable: Any) -> None:
+    def refuse_foreign(self, variable: Any) -> None:
+        """Raise ValueError where a variable is not of this strategy."""
         if _host.strategy_of(variable) is not self._container_strategy():
             raise ValueError(
                 f"The variable {variable.name!r} was made outside the scope of this "
@@ -120,7 +121,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     def _update(
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
-        self._refuse_foreign(var)
+        self.refuse_foreign(var)
         # Optimizers also update what they keep, and decay weights without arguments.
         applies = var.trainable and args and _host.calling_optimizer() is not None
         if applies and not self.exchanged and self._transport.size > 1:

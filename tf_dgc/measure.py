@@ -181,6 +181,7 @@ def measure_step(
         if not model.compiled:
             model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     model.jit_compile = False  # as on several workers
+    model.steps_per_execution = 1
     batch, clock = synthetic_batch(model, rows), _Clock(meet)
     data = tf.data.Dataset.from_tensors(batch).repeat(_WARMUP + steps)
     model.fit(data, verbose=0, shuffle=False, callbacks=[clock])

@@ -59,18 +59,22 @@ def update(
             apply(taken_over, tf.ones_like(learning_rate))
 
 
-def check_model(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+def check_model(model: keras.Model, strategy: Any) -> None:
     """Refuse a model that a strategy cannot train.
+
+    Args:
+        model: of the user.
+        strategy: a BaseStrategy.
 
     Raises:
         ValueError: it is compiled for XLA, or was compiled outside the scope.
     """
     workers = strategy.num_replicas_in_sync
-    if model.jit_compile is True and workers > 1:
+    if model.jit_compile is True and (workers > 1 or strategy.config is not None):
         raise ValueError(
-            "`jit_compile` must not be True with several workers: XLA cannot compile "
-            f"their exchange. Received: jit_compile=True, {workers} workers. Use "
-            "`model.compile(..., jit_compile=False)`."
+            "`jit_compile` must not be True: XLA cannot compile the exchange, and only "
+            "DenseStrategy on one worker has none. Received: jit_compile=True, "
+            f"{workers} worker(s). Use `model.compile(..., jit_compile=False)`."
         )
     for optimizer in _host.inner_optimizers(getattr(model, "optimizer", None)):
         if optimizer is not None and _host.strategy_of(optimizer) is not strategy:

@@ -64,11 +64,11 @@ def thresholds(
 ) -> tf.Tensor:
     """Estimate, for each tensor, the magnitude that `1 - sparsity` of it exceeds.
 
-    The k-th largest magnitude of a sample: of as many lines each, one is taken, another
-    one at every step. The sample is `sample_fraction` of the tensor, more where that
-    would leave fewer than MIN_SAMPLED_ABOVE above the threshold, and then, for small
-    tensors, all of it: their thresholds are exact. Tensors of one size are looked at
-    together.
+    Halfway from the k-th largest magnitude of a sample to the next: of as many lines
+    each, one is taken, another one at every step. The sample is `sample_fraction` of
+    the tensor, more where that would leave fewer than MIN_SAMPLED_ABOVE above the
+    threshold, and then, for small tensors, all of it: their thresholds are exact.
+    Tensors of one size are looked at together.
 
     Args:
         arena: shape [P], float32, the residual v.
@@ -107,15 +107,28 @@ def thresholds(
             places = places * stride + (shift + step * 7919) % stride
         first = [[layout.segments[i].offset // LINE] for i in own]
         places += tf.constant(first, tf.int64)
-        found.append(_kth_largest(arena, peaks, places, k))
+        found.append(_halfway(arena, peaks, places, k))
     order = [i for own in by_size.values() for i in own]
     return tf.gather(tf.concat(found, axis=0), np.argsort(order))
 
 
-def _kth_largest(
+def _halfway(
     arena: tf.Tensor, peaks: tf.Tensor, places: tf.Tensor, k: int
 ) -> tf.Tensor:
-    """Return the k-th largest magnitude of N lines of n tensors, places [n, N]."""
+    """Return what is between the k-th magnitude and the next, of lines of n tensors.
+
+    Were it the k-th itself, that element would never exceed it, and go first wherever
+    there are too many for a message.
+
+    Args:
+        arena: shape [P].
+        peaks: of the arena, shape [L].
+        places: N lines of each tensor, shape [n, N].
+        k: at most as many as the elements of N lines.
+
+    Returns:
+        shape [n], positive.
+    """
     # The k largest are in the k groups of lines that have the largest peaks. Least is
     # looked at where there are as many groups as elements in k of them.
     tensors, lines = places.shape
@@ -123,11 +136,12 @@ def _kth_largest(
     depth = min(depth, BLOCK // LINE, lines)
     groups = tf.reshape(places[:, : lines // depth * depth], [tensors, -1, depth])
     largest = tf.reduce_max(tf.gather(peaks, groups), axis=2)
-    best = tf.math.top_k(largest, min(k, lines // depth), sorted=False).indices
+    best = tf.math.top_k(largest, min(k + 1, lines // depth), sorted=False).indices
     chosen = tf.gather(groups, best, batch_dims=1)
     elements = tf.gather(tf.reshape(arena, [-1, LINE]), chosen)
     magnitudes = tf.reshape(tf.abs(elements), [tensors, -1])
-    return tf.maximum(tf.math.top_k(magnitudes, k).values[:, -1], SMALLEST)
+    ordered = tf.math.top_k(magnitudes, min(k + 1, magnitudes.shape[1])).values
+    return tf.maximum(0.5 * ordered[:, k - 1] + 0.5 * ordered[:, -1], SMALLEST)
 
 
 def select(

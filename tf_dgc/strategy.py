@@ -216,6 +216,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self.extended.first_targets.compare(self._transport)
         used = [(g, v) for g, v in pairs if g is not None]
         variables = [v for _, v in used]
+        for variable in variables:  # some are changed in the exchange itself
+            self.extended.refuse_foreign(variable)
         exchanged = self._synchronizer.exchange(
             optimizer,
             [g for g, _ in used],
