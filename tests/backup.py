@@ -7,7 +7,6 @@ after a flush.
 """
 
 import argparse
-import json
 import os
 import signal
 import zlib
@@ -15,6 +14,7 @@ from typing import Any
 
 import features
 import keras
+import launch
 
 import tf_dgc
 
@@ -74,7 +74,7 @@ def main() -> None:
         "kept": [kept, float(strategy.stats().residual_norm)],
         "flushed": zlib.crc32(weights),
     }
-    print(json.dumps(found), flush=True)
+    launch.say(found)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ runs all of them as a worker process; the last line of stdout is a JSON object.
 """
 
 import argparse
-import json
 import sys
 import traceback
 import zlib
 from collections.abc import Callable
 from typing import Any
 
+import launch
 import numpy as np
 import tensorflow as tf
 
@@ -322,7 +322,7 @@ def main() -> None:
         except Exception:
             results[name] = traceback.format_exc()
     results["transport"], results["rank"] = transport.name, transport.rank
-    print(json.dumps(results), flush=True)
+    launch.say(results)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ on the number of workers. The last line of stdout is a JSON object.
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import launch
 import numpy as np
 import tensorflow as tf
 
@@ -532,7 +532,7 @@ def main() -> None:
     if strategy is not None:
         results["transport"] = strategy.transport.name
         results["rank"] = strategy.rank
-    print(json.dumps(results), flush=True)
+    launch.say(results)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 Each trains the same model on the same data. The last line of stdout is a JSON object.
 """
 
-import json
 import os
 import tempfile
 import traceback
@@ -16,6 +15,7 @@ from typing import Any
 import features
 import horovod.tensorflow
 import keras
+import launch
 import numpy as np
 import tensorflow as tf
 
@@ -223,7 +223,7 @@ def main() -> None:
             results[name] = run()
         except Exception:
             results[name] = {"error": traceback.format_exc()}
-    print(json.dumps(results), flush=True)
+    launch.say(results)
 
 
 if __name__ == "__main__":

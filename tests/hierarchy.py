@@ -5,13 +5,13 @@
 The last line of stdout is a JSON object.
 """
 
-import json
 import sys
 from typing import Any
 from unittest import mock
 
 import front_ends
 import keras
+import launch
 import tensorflow as tf
 
 import tf_dgc
@@ -57,7 +57,7 @@ def main() -> None:
         step()
     results["calls"] = calls
     own.everybody.barrier()
-    print(json.dumps(results), flush=True)
+    launch.say(results)
     sys.stdout.flush()
 
 

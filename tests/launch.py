@@ -113,7 +113,7 @@ def results_of(*command: str, **options: Any) -> list[dict[str, Any]] | Exceptio
     """
     try:
         return results(run(*command, **options))
-    except (AssertionError, subprocess.TimeoutExpired) as error:
+    except (AssertionError, ValueError, subprocess.TimeoutExpired) as error:
         return error
 
 
@@ -124,6 +124,17 @@ def checked(found: list[dict[str, Any]] | Exception) -> list[dict[str, Any]]:
     return found
 
 
+def say(found: dict[str, Any]) -> None:
+    """Print a worker's JSON object for `by_rank`.
+
+    In short lines: horovodrun mixes those of several workers where they are longer
+    than a pipe holds.
+    """
+    text = json.dumps(found)
+    pieces = [text[i : i + 4000] for i in range(0, len(text), 4000)]
+    print("\n+".join(pieces), flush=True)
+
+
 def by_rank(output: str) -> dict[int, dict[str, Any]]:
     """Return the last JSON object that each worker printed."""
     last: dict[int, str] = {}
@@ -132,6 +143,8 @@ def by_rank(output: str) -> dict[int, dict[str, Any]]:
         rank, text = (int(found[1]), found[2]) if found else (0, line)
         if text.startswith("{"):
             last[rank] = text
+        elif text.startswith("+"):
+            last[rank] += text[1:]
     return {rank: json.loads(text) for rank, text in last.items()}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import launch
 import numpy as np
 import tensorflow as tf
 
@@ -471,7 +472,7 @@ def main() -> None:
     except Exception as error:
         result = {"error": type(error).__name__, "text": str(error)}
     result["seconds"] = time.monotonic() - start
-    print(json.dumps(result), flush=True)
+    launch.say(result)
     if "error" in result:
         # What a script does that lets the error through, without its traceback.
         sys.stderr.flush()
