@@ -18,11 +18,11 @@ are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
     averaging  fit only: parameters are averaged every 16 steps
 
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
-step, and the bytes at the workers' interfaces. Runs that are
-there are not repeated, so that a table can grow; `--runs 1 2 3` makes three of each.
-table.md and plot.png show all that is there. `fit --predict` sets what `tf_dgc.advise`
-predicts beside them, from what these hosts measure while all are busy. Rows of the same
-transport share a run's processes in `exchange`, and take turns.
+step, and the bytes at the workers' interfaces. Runs that are there are not repeated, so
+that a table can grow; `--runs 1 2 3` makes three of each. table.md and plot.png show
+all that is there. `fit --predict` sets what `tf_dgc.advise` predicts beside them, from
+what these hosts measure while all are busy. Rows of the same transport share a run's
+processes in `exchange`, and take turns.
 
 Needs what netlab.py needs, and matplotlib for the plot.
 
@@ -63,7 +63,7 @@ ROWS = {
 SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
 COUNTED = ("sent", "received", "sent_again")
-SEGMENT = 1514
+SEGMENT = 1514  # bytes of a full packet
 RING_PORT, RING_PIECES = 7411, 16  # pieces of 1 MiB
 KEYS = ("task", "hosts", "rate", "method", "transport", "elements", "batch_size")
 
@@ -152,11 +152,6 @@ def alexnet(width: int = 4096) -> Any:
     sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
     model.compile(sgd, "sparse_categorical_crossentropy")
     return model
-
-
-def half() -> Any:
-    """Returns the same at half the width, for `tf_dgc.advise`."""
-    return alexnet(2048)
 
 
 def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

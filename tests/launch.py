@@ -143,7 +143,7 @@ def by_rank(output: str) -> dict[int, dict[str, Any]]:
         rank, text = (int(found[1]), found[2]) if found else (0, line)
         if text.startswith("{"):
             last[rank] = text
-        elif text.startswith("+"):
+        elif text.startswith("+") and rank in last:
             last[rank] += text[1:]
     return {rank: json.loads(text) for rank, text in last.items()}
 

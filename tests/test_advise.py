@@ -50,7 +50,8 @@ def compiled() -> keras.Model:
     """A model of several inputs and outputs, with its own losses."""
     a, b = keras.Input((8,), name="a"), keras.Input((2,), name="b", dtype="int32")
     words = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(b))
-    outputs = {"y": keras.layers.Dense(3)(a), "z": keras.layers.Dense(1)(words)}
+    y, z = keras.layers.Dense(3, name="y"), keras.layers.Dense(1, name="z")
+    outputs = {"y": y(a), "z": z(words)}
     model = keras.Model({"a": a, "b": b}, outputs)
     losses = {"y": keras.losses.SparseCategoricalCrossentropy(True), "z": "mse"}
     faster = {"jit_compile": True, "steps_per_execution": 8}

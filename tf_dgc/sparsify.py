@@ -17,7 +17,7 @@ from tf_dgc.layout import BLOCK, Layout
 
 # The k-th largest of a sample scatters by about 1/sqrt(k), more where large elements
 # come in rows: at least so many.
-MIN_SAMPLED_ABOVE = 32
+MIN_SAMPLED_ABOVE = 64
 # Of smaller tensors a sample would save nothing.
 MIN_SAMPLED = 8192
 # Zeros are never worth a slot; the smallest normal float32 keeps them out.
