@@ -314,7 +314,10 @@ def file_of(
     method: str,
 ) -> pathlib.Path:
     """Returns the file of one run of one row."""
-    name = f"{args.task}-{method}-{transport}-{hosts}-{rate}-run{run}.json"
+    work = (
+        args.elements if args.task == "exchange" else f"{args.width}x{args.batch_size}"
+    )
+    name = f"{args.task}-{work}-{method}-{transport}-{hosts}-{rate}-run{run}.json"
     return args.results / name
 
 

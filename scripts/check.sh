@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check style and types and run the fast tests, which start no worker processes.
+# Check style and types and run the fast tests, which start no workers with TensorFlow.
 #
 #   scripts/check.sh [lint]      (lint: without the tests)
 set -euo pipefail

@@ -105,6 +105,9 @@ class TableTest(unittest.TestCase):
                 rates=["1gbit"],
                 hosts=[2],
                 results=pathlib.Path(name),
+                elements=1000,
+                width=64,
+                batch_size=8,
             )
             first = (1, "1gbit", 2)
             expected = [
@@ -114,6 +117,8 @@ class TableTest(unittest.TestCase):
             self.assertEqual(list(bench_network.jobs(args)), expected)
             bench_network.file_of(args, *first, "collective", "dgc").write_text("{}")
             self.assertEqual(list(bench_network.jobs(args)), expected[:1])
+            args.elements = 2000
+            self.assertEqual(list(bench_network.jobs(args)), expected)
             args.task = "fit"  # where methods do not share processes
             self.assertEqual(len(list(bench_network.jobs(args))), 3)
 

@@ -369,7 +369,7 @@ class HeaderOfRoundTest(tf.test.TestCase):
     def test_is_refused_or_whole(self) -> None:
         own = averaging.write(averaging.Header(0, 3, 4, 4, 0, 0, 0.5)).numpy()
         random, refused, step = np.random.default_rng(0), 0, tf.Variable(0)
-        for _ in range(300):
+        for _ in range(inputs(300)):
             octets = mutated(random, own.tobytes(), random.bytes(56))
             other = np.frombuffer(octets[:56].ljust(56, b"\0"))
             other = np.where(abs(other) < 1e-300, 0.0, other)  # as TensorFlow has it

@@ -245,3 +245,17 @@ class HybridChoiceTest(tf.test.TestCase):
             self.assertEqual(found[rank]["transport"], "horovod")
             self.assertEqual(found[rank]["total"], 4.0)
         self.assertIn("on rank 1, TensorFlow has already run operations", output)
+
+    def test_processes_of_mpirun_do_not_train_alone_without_mpi(self) -> None:
+        completed = launch.run(
+            "-c",
+            "import tf_dgc; tf_dgc.DGCStrategy()",
+            workers=1,
+            environment={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        )
+        self.assertEqual(completed.returncode, 1)
+        self.assertRegex(
+            completed.stderr,
+            r"RuntimeError: Horovod must see as many workers as the launcher started\."
+            r".*OMPI_COMM_WORLD_SIZE=2.*transport='local'",
+        )

@@ -131,6 +131,10 @@ class ResolveTest(tf.test.TestCase):
         addresses = ["localhost:1", "localhost:2", "localhost:3"]
         self.assertEqual(transport.args, (addresses, 0))
 
+    def test_a_launcher_of_one_worker_leaves_tf_config_to_count(self) -> None:
+        _, started = self.resolve_in(HOROVOD_SIZE="1", TF_CONFIG=tf_config(2))
+        self.assertEqual(started, ["CollectiveTransport"])
+
     def test_auto_takes_horovod_where_there_is_no_hybrid_and_says_why(self) -> None:
         refused = NoHybridTransport("on rank 1, TensorFlow has already run")
         self.started["HybridTransport"].side_effect = refused

@@ -2,8 +2,8 @@
 
     python -m tf_dgc.advise --model module:function --workers 4 16 --bandwidth 1gbit
 
-`function` takes nothing and returns a Keras model, compiled or not. It is called once
-for each strategy and trained for a few steps on synthetic data; what those steps take
+`function` takes nothing and returns a Keras model, compiled or not. It is called some
+times and trained for a few steps on synthetic data; what those steps take
 on this machine, and the network that the arguments describe, are all that goes into
 the table it prints. N workers, each with a link of bandwidth B both ways and latency L,
 hand S bytes to a ring all-reduce and messages of M bytes to a ring all-gather:

@@ -276,6 +276,7 @@ class DenseStrategy(BaseStrategy):
             ValueError: `transport` is unknown, or the workers differ in version or
                 strategy; names the field and the ranks.
             TimeoutError: a worker did not come; names it.
+            RuntimeError, ImportError: see `transports.resolve`.
         """
         super().__init__(transport, None, Dense)
 
@@ -309,6 +310,7 @@ class DGCStrategy(BaseStrategy):
             ValueError: `transport` is unknown, or the workers differ in version,
                 strategy or settings; names the field and the ranks.
             TimeoutError: a worker did not come; names it.
+            RuntimeError, ImportError: see `transports.resolve`.
         """
         config = DGCConfig() if config is None else config
         if not isinstance(config, DGCConfig):

@@ -4,6 +4,7 @@ Also what Horovod 0.28 does not do on Keras 3: an optimizer that synchronises, a
 and callbacks that take Keras variables. Start the script with horovodrun.
 
 Example:
+    import tf_dgc
     from tf_dgc import horovod as hvd
 
     hvd.init()

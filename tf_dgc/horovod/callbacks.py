@@ -1,6 +1,7 @@
 """Keras callbacks for workers without a strategy.
 
-Those with names that end in Callback take the arguments of Horovod's own.
+Those with names that end in Callback take the first arguments of Horovod's own, and
+some of the others by name.
 """
 
 import logging

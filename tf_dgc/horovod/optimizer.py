@@ -49,7 +49,9 @@ def DistributedOptimizer(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: the optimizer is distributed already, was made in the scope of a
-            strategy, or accumulates by itself; or the workers' settings differ.
+            strategy, or accumulates by itself where `backward_passes_per_step` is
+            not 1; or nodes with `hierarchical` differ in size. Settings that differ
+            between workers are refused in the first exchange.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(

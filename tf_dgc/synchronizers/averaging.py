@@ -20,7 +20,6 @@ from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
-_HEADER_BYTES = 8 * len(averaging.Header._fields)
 
 
 class Mark(NamedTuple):

@@ -15,6 +15,9 @@ from tf_dgc.transports.watchdog import Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
+# What Open MPI, MPICH and Slurm's PMI tell each process.
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
 
 def initialize(timeout: float) -> tuple[int, int]:
     """Start Horovod, let a stalled collective fail, claim the GPU of the local rank.
@@ -27,6 +30,7 @@ def initialize(timeout: float) -> tuple[int, int]:
 
     Raises:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
+        RuntimeError: Horovod sees one worker where MPI started several.
     """
     # Read by Horovod when it starts; what the user has set stays.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(timeout) or 1))
@@ -38,6 +42,17 @@ def initialize(timeout: float) -> tuple[int, int]:
             f"run scripts/install_horovod.sh. Importing it failed: {error}"
         ) from error
     hvd.init()
+    # Built without MPI it takes each process that mpirun starts for a job of its own.
+    if hvd.size() == 1 and not os.environ.get("HOROVOD_SIZE"):
+        for name in MPI_SIZES:
+            if (size := os.environ.get(name) or "1") != "1":
+                raise RuntimeError(
+                    "Horovod must see as many workers as the launcher started. "
+                    f"Received: hvd.size()=1, {name}={size}. Use horovodrun, or build "
+                    "Horovod with MPI: HOROVOD_CPU_OPERATIONS=MPI "
+                    "scripts/install_horovod.sh; where each process is to train "
+                    "alone, set transport='local'"
+                )
     base.claim_gpu(hvd.local_rank(), hvd.local_size())
     return hvd.rank(), hvd.size()
 
@@ -57,6 +72,7 @@ class HorovodTransport(base.Transport):
         Raises:
             ImportError: Horovod is not installed, or was built against another
                 TensorFlow.
+            RuntimeError: Horovod sees one worker where MPI started several.
         """
         self.timeout = base.default_timeout() if timeout is None else timeout
         self._among: dict[str, Any] = {}  # all, or a process set

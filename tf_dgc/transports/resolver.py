@@ -6,14 +6,13 @@ import os
 
 from tf_dgc.transports import base, rendezvous
 from tf_dgc.transports.collective import CollectiveTransport
-from tf_dgc.transports.horovod import HorovodTransport
+from tf_dgc.transports.horovod import MPI_SIZES, HorovodTransport
 from tf_dgc.transports.hybrid import HybridTransport
 from tf_dgc.transports.local import LocalTransport
 
 _logger = logging.getLogger("tf_dgc")
 
-# What horovodrun, Open MPI, MPICH and Slurm's PMI tell each process.
-_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_SIZES = ("HOROVOD_SIZE", *MPI_SIZES)  # by horovodrun; by others
 
 
 def resolve(transport: "str | base.Transport") -> base.Transport:
@@ -23,14 +22,15 @@ def resolve(transport: "str | base.Transport") -> base.Transport:
 
     Args:
         transport: a `Transport`, or "local", "collective", "horovod", "hybrid", or
-            "auto": under horovodrun or mpirun hybrid, or where hybrid cannot be had
-            horovod; with a TF_CONFIG of several workers collective; else local.
+            "auto": under horovodrun hybrid, or where hybrid cannot be had, as under
+            mpirun, horovod; with a TF_CONFIG of several workers collective; else local.
 
     Raises:
         ValueError: there is no such name, or TF_CONFIG is malformed.
         TypeError: `transport` is neither a name nor a `Transport`.
         ImportError: Horovod is needed and cannot be imported.
-        RuntimeError: TensorFlow has already run operations.
+        RuntimeError: TensorFlow has already run operations, or Horovod sees one
+            worker where MPI started several.
         TimeoutError: a worker did not come.
     """
     if isinstance(transport, base.Transport):
@@ -51,8 +51,8 @@ def resolve(transport: "str | base.Transport") -> base.Transport:
 def _launched() -> str:
     """Tell by its environment how this process was started."""
     sizes = [os.environ[name] for name in _SIZES if os.environ.get(name)]
-    if sizes:
-        return "auto-hybrid" if sizes[0] != "1" else "local"
+    if sizes and sizes[0] != "1":
+        return "auto-hybrid"
     addresses, _ = rendezvous.read_tf_config(os.environ.get("TF_CONFIG", ""))
     return "collective" if len(addresses) > 1 else "local"
 
