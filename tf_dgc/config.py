@@ -140,7 +140,7 @@ class AveragingConfig(_Settings):
             the strategy starts TensorFlow too early for them.
         compression: a DGCConfig, to send only the largest changes of the parameters;
             what is not sent comes with a later round. Its steps are rounds, its
-            gradients changes. None sends everything.
+            gradients changes, its `nonfinite` "raise". None sends everything.
         average_slots: average also what the optimizer keeps, such as momentum, which
             multiplies the traffic; by default that is each worker's own.
         non_trainable: which variables of layers that are not trained by gradients, such
