@@ -437,7 +437,7 @@ def report(folder: pathlib.Path) -> None:
     draw(medians, folder / "plot.png")
 
 
-def compare(folder: pathlib.Path, args: argparse.Namespace) -> tuple[list[str], int]:
+def compare(args: argparse.Namespace) -> tuple[list[str], int]:
     """Returns lines that compare `tf_dgc.advise` with `fit`, and how many jobs failed.
 
     It is told what the hosts measured while all of them were busy: the network's
@@ -465,12 +465,12 @@ def compare(folder: pathlib.Path, args: argparse.Namespace) -> tuple[list[str], 
         predicted = advise.predict(measured, tensors, config, PERIOD, hosts, network)
         for row in args.rows:
             method, transport = row.split("/")
+            runs = [
+                file_of(args, run, rate, hosts, transport, method) for run in args.runs
+            ]
             seconds: list[float] = []
-            for file in folder.glob(f"fit-{method}-{transport}-{hosts}-{rate}-*.json"):
-                result = json.loads(file.read_text())
-                same = 4 * result["elements"] == tensors.gradient_bytes
-                if same and result["batch_size"] == args.batch_size:
-                    seconds += result["seconds"]
+            for file in filter(pathlib.Path.exists, runs):
+                seconds += json.loads(file.read_text())["seconds"]
             if not seconds:
                 continue
             found = predicted[{"dgc": "DGC"}.get(method, method)].seconds
@@ -572,7 +572,7 @@ def main() -> int:
     try:
         failed = run_all(args)
         if args.predict:
-            compared, lost = compare(args.results, args)
+            compared, lost = compare(args)
             failed += lost
     except (netlab.LabError, ValueError) as error:
         print(f"bench_network: {error}", file=sys.stderr)

@@ -235,7 +235,7 @@ def draw(workers: Sequence[Sequence[Window]], file: pathlib.Path) -> None:
             values = [getattr(window, name) for window in windows]
             axis.plot(steps, values, label=f"rank {rank}")
         axis.set(xlabel="step", ylabel=label)
-        axis.set_ylim(0, 1.1 * axis.dataLim.ymax)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     axes.flat[0].legend()
     figure.tight_layout()

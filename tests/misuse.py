@@ -399,6 +399,11 @@ def tensorflow_started_hybrid() -> None:
 def tensorflow_started_auto() -> dict[str, Any]:
     if own_rank() == 1:
         tf.zeros([])
+    return sums_over_the_transport_of_auto()
+
+
+@case
+def sums_over_the_transport_of_auto() -> dict[str, Any]:
     strategy = tf_dgc.DenseStrategy()
     (total,) = strategy.transport.all_reduce([tf.constant(2.0)], "total")
     return {"transport": strategy.transport.name, "total": float(total)}

@@ -247,15 +247,31 @@ class HybridChoiceTest(tf.test.TestCase):
         self.assertIn("on rank 1, TensorFlow has already run operations", output)
 
     def test_processes_of_mpirun_do_not_train_alone_without_mpi(self) -> None:
+        for rank in ("0", "1"):
+            completed = launch.run(
+                SCRIPT,
+                "sums_over_the_transport_of_auto",
+                workers=1,
+                environment={
+                    "OMPI_COMM_WORLD_SIZE": "2",
+                    "OMPI_COMM_WORLD_RANK": rank,
+                },
+            )
+            (found,) = launch.by_rank(completed.stdout).values()
+            self.assertEqual(found["error"], "RuntimeError")
+            self.assertRegex(
+                found["text"],
+                r"must see as many workers as the launcher started\. "
+                r"Received: hvd.size\(\)=1, OMPI_COMM_WORLD_SIZE=2.*transport='local'",
+            )
+
+    def test_horovodrun_counts_before_what_is_left_of_another_launcher(self) -> None:
         completed = launch.run(
-            "-c",
-            "import tf_dgc; tf_dgc.DGCStrategy()",
-            workers=1,
-            environment={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            SCRIPT,
+            "sums_over_the_transport_of_auto",
+            launcher="hybrid",
+            environment={"PMI_SIZE": "4"},
         )
-        self.assertEqual(completed.returncode, 1)
-        self.assertRegex(
-            completed.stderr,
-            r"RuntimeError: Horovod must see as many workers as the launcher started\."
-            r".*OMPI_COMM_WORLD_SIZE=2.*transport='local'",
-        )
+        expected = {"transport": "hybrid", "total": 4.0}
+        for found in launch.results(completed):
+            self.assertEqual(found, found | expected)

@@ -2,11 +2,11 @@
 
     python -m tf_dgc.advise --model module:function --workers 4 16 --bandwidth 1gbit
 
-`function` takes nothing and returns a Keras model, compiled or not. It is called some
-times and trained for a few steps on synthetic data; what those steps take
-on this machine, and the network that the arguments describe, are all that goes into
-the table it prints. N workers, each with a link of bandwidth B both ways and latency L,
-hand S bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
+`function` takes nothing and returns a new Keras model, compiled or not, whenever it is
+called; each is trained for a few steps on synthetic data. What those steps take on this
+machine, and the network that the arguments describe, are all that goes into the table
+it prints. N workers, each with a link of bandwidth B both ways and latency L, hand S
+bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
 
     all-reduce   2 (N - 1) / N  S / B + 2 (N - 1) L
     all-gather         (N - 1)  M / B +   (N - 1) L

@@ -31,6 +31,7 @@ def transport() -> HorovodTransport:
 
     Raises:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
+        RuntimeError: Horovod sees one worker where MPI started several.
     """
     # Read by Horovod when it starts; `hierarchical` needs it.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -32,6 +32,7 @@ class HybridTransport(base.Transport):
                 TensorFlow.
             NoHybridTransport: on some worker TensorFlow has already run operations,
                 or the launcher has no rendezvous store; on all workers alike.
+            RuntimeError: Horovod sees one worker where MPI started several.
             TimeoutError: a worker did not come.
         """
         timeout = base.default_timeout() if timeout is None else timeout
