@@ -320,8 +320,6 @@ class CommandTest(tf.test.TestCase):
 
 class LaboratoryTest(tf.test.TestCase):
     def test_predictions_beside_results(self) -> None:
-        elements = bench_network.alexnet(64).count_params()
-        result = {"elements": elements, "batch_size": 8}
         hosts = [
             {"measured": MEASURED, "bandwidth": [2e18, 3e18, 4e18], "latency": [0.5]},
             {
@@ -330,25 +328,35 @@ class LaboratoryTest(tf.test.TestCase):
                 "latency": [0.25],
             },
         ]
-        args = argparse.Namespace(
-            **{"width": 64, "batch_size": 8, "hosts": [2], "rates": ["1gbit"]},
-            rows=["dense/horovod", "dgc/horovod", "averaging/hybrid"],
-        )
         with (
             tempfile.TemporaryDirectory() as name,
             mock.patch.object(bench_network, "run_job", return_value=hosts),
         ):
-            folder = pathlib.Path(name)
-            for file, changed in (
-                ("fit-dense-horovod-2-1gbit-run1", {"seconds": [1.0, 6.0, 7.0]}),
-                ("fit-dense-horovod-2-1gbit-run2", {"batch_size": 4}),
-                ("fit-dgc-horovod-2-1gbit-run1", {"seconds": [6.2]}),
-                ("fit-dgc-horovod-4-1gbit-run1", {"seconds": [1.0]}),
+            args = argparse.Namespace(
+                task="fit",
+                rows=["dense/horovod", "dgc/horovod", "averaging/hybrid"],
+                runs=[1, 2],
+                rates=["1gbit"],
+                hosts=[2],
+                results=pathlib.Path(name),
+                width=64,
+                batch_size=8,
+            )
+            for number, run, row, seconds, others in (
+                (2, 1, ("horovod", "dense"), [1.0, 6.0], {}),
+                (2, 2, ("horovod", "dense"), [7.0], {}),
+                (2, 3, ("horovod", "dense"), [0.1], {}),
+                (2, 1, ("horovod", "dense"), [0.1], {"batch_size": 4}),
+                (2, 1, ("hybrid", "averaging"), [0.1], {"width": 32}),
+                (2, 1, ("horovod", "dgc"), [6.2], {}),
+                (4, 1, ("horovod", "dgc"), [1.0], {}),
             ):
-                (folder / f"{file}.json").write_text(json.dumps(result | changed))
-            lines, failed = bench_network.compare(folder, args)
+                theirs = argparse.Namespace(**vars(args) | others)
+                file = bench_network.file_of(theirs, run, "1gbit", number, *row)
+                file.write_text(json.dumps({"seconds": seconds}))
+            lines, failed = bench_network.compare(args)
             with mock.patch.object(bench_network, "run_job", return_value=[]):
-                self.assertEqual(bench_network.compare(folder, args), (lines[:2], 1))
+                self.assertEqual(bench_network.compare(args), (lines[:2], 1))
         self.assertEqual(failed, 0)
         # By the slowest host: 2 seconds and two latencies of 0.5; 1.5 seconds, 0.1 for
         # a message, and three latencies. No bytes count at such rates.

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import unittest
-from unittest import mock
 
 import launch
 import pytest
@@ -122,46 +121,6 @@ class TableTest(unittest.TestCase):
             self.assertEqual(list(bench_network.jobs(args)), expected)
             args.task = "fit"  # where methods do not share processes
             self.assertEqual(len(list(bench_network.jobs(args))), 3)
-
-
-class CompareTest(unittest.TestCase):
-    def test_measured_steps_stand_beside_predicted_ones(self) -> None:
-        probe = {"measured": [1.0, 1.5, 1.25, 0.1, 0.5], "bandwidth": [1e12]}
-        with tempfile.TemporaryDirectory() as name:
-            args = argparse.Namespace(
-                task="fit",
-                rows=["dense/horovod", "dgc/hybrid", "averaging/hybrid"],
-                runs=[1, 2],
-                rates=["1gbit"],
-                hosts=[2],
-                results=pathlib.Path(name),
-                width=16,
-                batch_size=8,
-            )
-            for run, method, transport, seconds in (
-                (1, "dense", "horovod", [2.0, 2.0]),
-                (2, "dense", "horovod", [4.0, 4.0, 4.0]),
-                (1, "dgc", "hybrid", [1.0]),
-            ):
-                file = bench_network.file_of(args, run, "1gbit", 2, transport, method)
-                file.write_text(json.dumps({"seconds": seconds}))
-            args.width = 32  # of another model
-            file = bench_network.file_of(args, 1, "1gbit", 2, "hybrid", "averaging")
-            file.write_text(json.dumps({"seconds": [1.0]}))
-            args.width = 16
-            measured = [probe | {"latency": [0.0]}] * 2
-            with mock.patch.object(bench_network, "run_job", return_value=measured):
-                lines, failed = bench_network.compare(args)
-            self.assertEqual(failed, 0)
-            self.assertEqual(
-                [line.split(" | ")[2:] for line in lines[2:]],
-                [
-                    ["dense/horovod", "1", "4", "0.25 |"],
-                    ["dgc/hybrid", "1.6", "1", "1.60 |"],
-                ],
-            )
-            with mock.patch.object(bench_network, "run_job", return_value=[]):
-                self.assertEqual(bench_network.compare(args)[1], 1)
 
 
 class ArgumentsTest(unittest.TestCase):
