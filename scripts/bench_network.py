@@ -86,32 +86,31 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     import tensorflow as tf
 
     import tf_dgc
-    from tf_dgc import dgc, transports
-    from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
+    from tf_dgc import transports
+    from tf_dgc.compression import dgc
+    from tf_dgc.exchanges import EachStep, Ledger
 
     transport = transports.resolve(args.transport)
     config = tf_dgc.DGCConfig(sparsity=SPARSITY)
-    makers: dict[str, Callable[[], Synchronizer]] = {
-        "dense": lambda: Dense(transport),
-        "dgc": lambda: DeepGradientCompression(transport, config),
-        "alone": lambda: DeepGradientCompression(transports.resolve("local"), config),
+    makers: dict[str, Callable[[], Ledger]] = {
+        "dense": lambda: Ledger(transport, EachStep(None)),
+        "dgc": lambda: Ledger(transport, EachStep(config)),
+        "alone": lambda: Ledger(transports.resolve("local"), EachStep(config)),
     }
-    synchronizers = {method: makers[method]() for method in args.methods}
+    ledgers = {method: makers[method]() for method in args.methods}
     side = round(args.elements**0.5)
     kernel = tf.Variable(tf.zeros([side, side]), name="kernel")
     owner = tf.Module()  # stands for the optimizer
     momentum = dgc.Momentum(MOMENTUM, nesterov=False, learning_rate=0.1)
 
-    def step_of(synchronizer: Synchronizer) -> Callable[..., Any]:
+    def step_of(ledger: Ledger) -> Callable[..., Any]:
         @tf.function(autograph=False)
         def step(gradient: tf.Tensor) -> Any:
-            return synchronizer.exchange(
-                owner, [gradient], [kernel], momentum, subtract=True
-            ).gradients
+            return ledger.gradients(owner, [gradient], [kernel], momentum).gradients
 
         return step
 
-    steps = {method: step_of(each) for method, each in synchronizers.items()}
+    steps = {method: step_of(each) for method, each in ledgers.items()}
 
     @tf.function
     def gradient_of(step: tf.Tensor) -> tf.Tensor:
@@ -132,7 +131,7 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 found[method]["seconds"].append(seconds)
                 for name, now, then in zip(COUNTED, after, before, strict=True):
                     found[method][name].append(now - then)
-    for method, each in synchronizers.items():
+    for method, each in ledgers.items():
         stats = each.stats()
         found[method]["stats_sent"] = int(stats.sent_bytes)
         found[method]["stats_dense"] = int(stats.dense_bytes)
@@ -214,7 +213,8 @@ def probe(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `tf_dgc.advise` predicts from, of this host while all are busy."""
     import tensorflow as tf
 
-    from tf_dgc import DGCConfig, measure, transports
+    from tf_dgc import DGCConfig, transports
+    from tf_dgc.lab import measure
 
     transport = transports.resolve(args.transport)
     reduce = tf.function(lambda: transport.all_reduce([tf.zeros([1])], "probe"))
@@ -443,7 +443,8 @@ def compare(args: argparse.Namespace) -> tuple[list[str], int]:
     It is told what the hosts measured while all of them were busy: the network's
     bandwidth and latency, and steps, by the slowest.
     """
-    from tf_dgc import DGCConfig, advise, measure
+    from tf_dgc import DGCConfig
+    from tf_dgc.lab import advise, measure
 
     config, weights = DGCConfig(sparsity=SPARSITY), alexnet(args.width).weights
     tensors = measure.tensors_of(weights, config)

@@ -71,8 +71,9 @@ class Training:
         import keras
         import tensorflow as tf
 
-        from tf_dgc import DGCConfig, dgc
-        from tf_dgc.synchronizers import DeepGradientCompression
+        from tf_dgc import DGCConfig
+        from tf_dgc.compression import dgc
+        from tf_dgc.exchanges import EachStep, Ledger
         from tf_dgc.transports.local import LocalTransport
 
         class Recorder(LocalTransport):
@@ -89,7 +90,7 @@ class Training:
         self.config = DGCConfig(clip_norm=100.0, min_elements=0)
         self.momentum = dgc.Momentum(MOMENTUM, False, 0.1)
         self.transport = Recorder()
-        self.synchronizer = DeepGradientCompression(self.transport, self.config)
+        self.ledger = Ledger(self.transport, EachStep(self.config))
         self.sgd = keras.optimizers.SGD(0.1, momentum=MOMENTUM)
         self.variables = [tf.Variable(tf.zeros(shape)) for shape in shapes]
         self.gradients = [
@@ -99,22 +100,21 @@ class Training:
         self.apply = tf.function(self._apply, autograph=False)
 
     def _step(self, gradients: list[Any]) -> Any:
-        found = self.synchronizer.exchange(
-            self.sgd, gradients, self.variables, self.momentum, subtract=True
+        found = self.ledger.gradients(
+            self.sgd, gradients, self.variables, self.momentum
         )
-        return found.apply
+        return found.applies
 
     def _apply(self, messages: Any) -> None:
-        from tf_dgc import packing, sparsify
-        from tf_dgc.synchronizers.compressed import receive
+        from tf_dgc.exchanges.compressed import message_format
+        from tf_dgc.transports import sums
 
-        (arena,) = self.synchronizer.arenas.values()
-        slots = sum(sparsify.slots_per_segment(arena.layout, self.config.sparsity))
-        size, value_dtype = arena.layout.size, self.config.value_dtype
-        form = packing.make_format(slots, size, value_dtype)
-        _, positions, values = receive(form, messages)
-        own = [self.variables[i] for i in arena.indices]
-        arena.state.subtract(arena.layout, own, positions, values)
+        (exchange,) = self.ledger.exchanges()
+        sparsity = self.config.sparsity
+        form = message_format(exchange.layout, sparsity, self.config, WORKERS)
+        _, positions, values = sums.receive(form, messages)
+        own = [v for v in self.variables if len(v.shape) > 1]
+        exchange._subtract(own, sums.Sparse(positions, values))
 
     def messages(self) -> Any:
         """Returns messages that four workers could have sent in one step."""
@@ -134,6 +134,8 @@ def in_turns(
     functions: dict[str, Callable[[], Any]], repeats: int
 ) -> dict[str, list[float]]:
     """Returns the seconds that each function took, again and again in turns."""
+    import tensorflow as tf
+
     for function in functions.values():
         function()
         function()
@@ -142,6 +144,7 @@ def in_turns(
         for name, function in functions.items():
             start = time.perf_counter()
             function()
+            tf.test.experimental.sync_devices()  # a GPU works on after the call
             taken[name].append(time.perf_counter() - start)
     return taken
 
@@ -174,6 +177,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "elements": total,
+        "bare_elements": total // 1024 * 1024,
         "step_ratio": ratio(taken, "step", "bare"),
         "many_tensors_ratio": ratio(taken, "many_tensors", "step"),
         "apply_ratio": ratio(taken, "apply", "bare"),

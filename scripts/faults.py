@@ -6,8 +6,8 @@
     scripts/faults.py --rank 0 --kinds stop --ways hybrid --moments sparse round
 
 A case is a kind of fault, a way to start the workers, a strategy, and the moment at
-which it comes. The workers are real processes of tests/fault.py. A case is well when
-all others stopped within the timeout and MARGIN_SECONDS, no exit status was 0, the
+which it comes. The workers are real processes of tests/jobs/fault.py. A case is well
+when all others stopped within the timeout and MARGIN_SECONDS, no exit status was 0, the
 other worker said why and who is missing, and no process is left.
 
 | kind | what happens |
@@ -46,7 +46,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import netlab
-import run_local
+
+from tf_dgc.launcher import workers
 
 HERE = pathlib.Path(__file__).resolve().parent
 KINDS = ("kill", "stop", "raise", "network", "interrupt", "terminate")
@@ -137,17 +138,24 @@ def product() -> list[Case]:
     return [case for each in found if (case := Case(*each)).makes_sense]
 
 
-def covering(cases: Sequence[Case]) -> list[Case]:
+def covering(
+    cases: Sequence[Case],
+    pairs: Callable[[Case], set[tuple[str, str]]] = lambda case: case.pairs,
+) -> list[Case]:
     """Returns cases of these in which every pair of theirs is met; few, the same ones.
 
     Takes the case that meets most pairs that were not met, until there are none.
+
+    Args:
+        cases: to choose from.
+        pairs: those of a case that are to be met.
     """
-    left = set().union(*[case.pairs for case in cases])
+    left = set().union(*map(pairs, cases))
     chosen = []
     while left:
-        best = max(cases, key=lambda case: len(case.pairs & left))
+        best = max(cases, key=lambda case: len(pairs(case) & left))
         chosen.append(best)
-        left -= best.pairs
+        left -= pairs(best)
     return sorted(chosen, key=cases.index)
 
 
@@ -202,7 +210,9 @@ class _Job:
         self._timeout, self._rank = timeout, rank
         # By it the processes are known, also those that have sessions of their own.
         self._mark = f"TF_DGC_FAULTS={folder}".encode()
-        worker = HERE.parent / "tests" / "fault.py"
+        tests = HERE.parent / "tests"
+        worker = tests / "jobs" / "fault.py"
+        folders = HERE.parent, tests, worker.parent
         command = [sys.executable, str(worker), "--folder", str(folder)]
         command += ["--kind", case.kind, "--moment", case.moment, "--rank", str(rank)]
         command += ["--strategy", case.strategy, "--transport", WAYS[case.way]]
@@ -210,7 +220,7 @@ class _Job:
             "TF_DGC_FAULTS": str(folder),
             "TF_DGC_TIMEOUT": str(timeout),
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, worker.parent))),
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
             "PYTHONUNBUFFERED": "1",
         }
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -229,10 +239,10 @@ class _Job:
     def _lines(self, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
         """Returns commands and environments of what is to be started."""
         if self._case.way == "TF_CONFIG":
-            ports = run_local.free_ports(2)
-            ranks = range(2)
+            there = [f"127.0.0.1:{port}" for port in workers.free_ports(2)]
             return [
-                (command, {"TF_CONFIG": run_local.tf_config(ports, r)}) for r in ranks
+                (command, {"TF_CONFIG": workers.tf_config(there, rank)})
+                for rank in range(2)
             ]
         if self._case.way == "run_local":
             own = [sys.executable, str(HERE / "run_local.py"), "-n", "2", "--"]
@@ -246,7 +256,7 @@ class _Job:
         for source in (process.stdout, process.stderr):
             arguments = (source, self._output, prefix)
             reader = threading.Thread(
-                target=run_local.forward, args=arguments, daemon=True
+                target=workers.forward, args=arguments, daemon=True
             )
             reader.start()
             self._readers.append(reader)

@@ -5,7 +5,8 @@
 #
 # Leaves a Horovod alone that already fits. Takes about three minutes on two
 # cores; needs a C++17 compiler and make. Set HOROVOD_GPU_OPERATIONS=NCCL (and
-# HOROVOD_NCCL_HOME) for GPUs; other Horovod build variables pass through too.
+# HOROVOD_NCCL_HOME) for GPUs, which needs the CUDA toolkit and NCCL's headers; one
+# without NCCL is then built again. Other Horovod build variables pass through too.
 # Exit status: 0 Horovod is there, 3 build tools are missing, else it failed.
 set -euo pipefail
 
@@ -21,7 +22,7 @@ fi
 # Horovod's own version does not say what it was built against; metadata.json does.
 fits() {
   TF_CPP_MIN_LOG_LEVEL=2 "$python" - <<'EOF'
-import importlib.util, json, pathlib, sys
+import importlib.util, json, os, pathlib, sys
 
 spec = importlib.util.find_spec("horovod")
 if spec is None:
@@ -31,7 +32,10 @@ import tensorflow as tf
 metadata = pathlib.Path(spec.origin).with_name("metadata.json")
 if json.loads(metadata.read_text())["tensorflow"] != tf.__version__:
     sys.exit(1)
-import horovod.tensorflow
+import horovod.tensorflow as hvd
+
+wants_nccl = os.environ.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
+sys.exit(wants_nccl and not hvd.nccl_built())
 EOF
 }
 if fits 2>/dev/null; then

@@ -42,7 +42,6 @@ import json
 import os
 import pathlib
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -50,15 +49,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-import run_local
-
-# Not imported: the package would start TensorFlow.
-_RATES = pathlib.Path(__file__).resolve().parents[1] / "tf_dgc" / "rates.py"
-bits_per_second: Callable[[str], float] = runpy.run_path(str(_RATES))["bits_per_second"]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from tf_dgc.lab.rates import bits_per_second
+from tf_dgc.launcher import workers
 
 LAUNCHERS = ("once", "horovodrun", "tf_config")
 MOST_HOSTS = 200
@@ -290,7 +286,7 @@ class Laboratory:
             for source, target in ((process.stdout, out), (process.stderr, err)):
                 arguments = (source, target, prefix)
                 reader = threading.Thread(
-                    target=run_local.forward, args=arguments, daemon=True
+                    target=workers.forward, args=arguments, daemon=True
                 )
                 reader.start()
                 readers.append(reader)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the fast tests with the oldest versions that setup.cfg allows, in .venv-oldest.
+# Run the tests that start no workers with the oldest versions that setup.cfg allows, in .venv-oldest.
 #
 #   scripts/test_oldest.sh [ARGUMENTS OF pytest]
 #

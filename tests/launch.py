@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
+# Of what workers import.
+FOLDERS = [ROOT / "tests" / each for each in ("", "jobs", "laws")]
 _LINE = re.compile(r"\[(\d+)\](?:<stdout>:| )(.*)")
 
 
@@ -51,6 +53,42 @@ def _path() -> str:
     return f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
+def launched(
+    *command: str,
+    workers: int = 2,
+    launcher: str = "collective",
+    options: Sequence[str] = (),
+    timeout: float | None = None,
+) -> list[str]:
+    """Return the command that starts a Python script on several workers.
+
+    Args:
+        command: script and arguments.
+        workers: how many; 1 runs the script without any launcher.
+        launcher: "collective" for run_local.py, else horovodrun.
+        options: for horovodrun.
+        timeout: seconds until run_local.py ends all.
+    """
+    python = [sys.executable, *command]
+    if workers == 1:
+        return python
+    if launcher == "collective":
+        local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
+        limit = ["--timeout", str(timeout)] if timeout else []
+        return [*local, *limit, "--", *python]
+    return ["horovodrun", "-np", str(workers), *options, *python]
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the environment of workers."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *FOLDERS])),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_DGC_TIMEOUT": "100",
+        "PATH": _path(),
+    }
+
+
 def run(
     *command: str,
     workers: int = 2,
@@ -69,24 +107,11 @@ def run(
         environment: added to that of this process.
         timeout: seconds until all are killed.
     """
-    python = [sys.executable, *command]
-    if workers == 1:
-        launched = python
-    elif launcher == "collective":
-        local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
-        launched = [*local, "--timeout", str(timeout - 20), "--", *python]
-    else:
-        launched = ["horovodrun", "-np", str(workers), *options, *python]
-    added = {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TF_DGC_TIMEOUT": "100",
-        "PATH": _path(),
-    }
+    how: dict[str, Any] = {"workers": workers, "launcher": launcher, "options": options}
     return subprocess.run(
-        launched,
+        launched(*command, **how, timeout=timeout - 20),
         cwd=ROOT,
-        env=os.environ | added | (environment or {}),
+        env=worker_environment() | (environment or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

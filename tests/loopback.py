@@ -72,7 +72,7 @@ class Hub:
 
 
 class Loopback(Transport):
-    """One worker's end of a Hub. Eager only: the values meet as NumPy arrays.
+    """One worker's end of a Hub. Values meet as NumPy arrays, eagerly.
 
     Attributes:
         sent: every call made, in order.
@@ -91,6 +91,8 @@ class Loopback(Transport):
         """Sum in the order of rank."""
         if not tensors:
             return []
+        if not tf.executing_eagerly():
+            return self._traced(self.all_reduce, tensors, name)
         found = self._meet("all_reduce", name, [tensor.numpy() for tensor in tensors])
         sums = []
         for parts in zip(*found, strict=True):
@@ -104,8 +106,27 @@ class Loopback(Transport):
         """Stack in the order of rank."""
         if tensor.dtype not in _GATHERED:
             raise TypeError(f"No transport gathers {tensor.dtype}: {name}")
+        if not tf.executing_eagerly():
+
+            def gather(tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+                return [self.all_gather(tensors[0], name)]
+
+            (gathered,) = self._traced(gather, [tensor], name)
+            return tf.ensure_shape(gathered, [self.size, *tensor.shape])
         found = self._meet("all_gather", name, [tensor.numpy()])
         return tf.constant(np.stack([array for (array,) in found]))
+
+    def _traced(
+        self, call: Any, tensors: Sequence[tf.Tensor], name: str
+    ) -> list[tf.Tensor]:
+        """Make a call from a graph; one that runs needs as many threads as workers."""
+        reduces = call == self.all_reduce
+        results = tf.py_function(
+            lambda *given: call(given, name), tensors, [t.dtype for t in tensors]
+        )
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape(tensor.shape if reduces else None)
+        return list(results)
 
     def _meet(
         self, call: str, name: str, arrays: list[np.ndarray]

@@ -1,11 +1,24 @@
-"""Deep Gradient Compression for Keras and TensorFlow, over ordinary networks."""
+"""Deep Gradient Compression for Keras and TensorFlow, over ordinary networks.
 
-from tf_dgc import callbacks, simulate, transports
-from tf_dgc.averaging_strategy import ParameterAveragingStrategy
-from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.state import RoundStats, StepStats, TensorStats
-from tf_dgc.strategy import DenseStrategy, DGCStrategy
+Names are fetched when they are first used: what needs no TensorFlow, such as
+`tf_dgc.run`, starts without it. With the first strategy comes a check that this
+TensorFlow and this Keras have what is needed.
+"""
+
+import importlib as _importlib
+import typing as _typing
+
 from tf_dgc.version import __version__
+
+if _typing.TYPE_CHECKING:
+    from tf_dgc import callbacks, simulate, transports
+    from tf_dgc.config import AveragingConfig, DGCConfig
+    from tf_dgc.exchanges.figures import RoundStats, StepStats, TensorStats
+    from tf_dgc.strategies import (
+        DenseStrategy,
+        DGCStrategy,
+        ParameterAveragingStrategy,
+    )
 
 __all__ = [
     "AveragingConfig",
@@ -21,3 +34,29 @@ __all__ = [
     "simulate",
     "transports",
 ]
+
+_ORIGINS = {
+    "AveragingConfig": "config",
+    "DGCConfig": "config",
+    "DGCStrategy": "strategies",
+    "DenseStrategy": "strategies",
+    "ParameterAveragingStrategy": "strategies",
+    "RoundStats": "exchanges.figures",
+    "StepStats": "exchanges.figures",
+    "TensorStats": "exchanges.figures",
+}
+_MODULES = ("callbacks", "config", "simulate", "strategies", "transports")
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Import what has the name, once."""
+    if name in _ORIGINS:
+        origin = _importlib.import_module(f"tf_dgc.{_ORIGINS[name]}")
+        return globals().setdefault(name, getattr(origin, name))
+    if name in _MODULES:
+        return _importlib.import_module(f"tf_dgc.{name}")
+    raise AttributeError(f"module 'tf_dgc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,10 +20,13 @@ References:
     https://arxiv.org/abs/1810.08313
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from tf_dgc.values import first_true
 
 
 class Header(NamedTuple):
@@ -39,15 +42,16 @@ class Header(NamedTuple):
     done: Any  # 1 where the worker has come to the end of its data
     nonfinite: Any  # 0, or the number of the first parameter that is not finite, from 1
     loss: Any  # what it saw last; NaN where it saw none
+    rate: Any = math.nan  # learning rate of its last step; NaN where it may differ
 
 
 def write(header: Header) -> tf.Tensor:
-    """Return a header as a tensor, shape [7], float64."""
+    """Return a header as a tensor, shape [8], float64."""
     return tf.stack([tf.cast(field, tf.float64) for field in header])
 
 
 def read(gathered: tf.Tensor) -> Header:
-    """Return the headers of all workers, given in shape [N, 7]."""
+    """Return the headers of all workers, given in shape [N, 8]."""
     return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
 
 
@@ -62,7 +66,7 @@ def damaged(headers: Header, parameters: int) -> tf.Tensor:
     wrong = [
         ~((field >= 0.0) & (field <= most.get(name, 2.0**53)) & (field % 1.0 == 0.0))
         for name, field in headers._asdict().items()
-        if name != "loss"  # which may be anything
+        if name not in ("loss", "rate")  # which may be anything
     ]
     return tf.reduce_any(tf.stack(wrong), axis=0)
 
@@ -70,6 +74,18 @@ def damaged(headers: Header, parameters: int) -> tf.Tensor:
 def count(moved: tf.Tensor) -> tf.Tensor:
     """Return over how many workers the mean is, at least 1: shape [], float64."""
     return tf.maximum(tf.reduce_sum(tf.cast(moved > 0, tf.float64)), 1.0)
+
+
+def other_rate(headers: Header) -> tuple[tf.Tensor, tf.Tensor]:
+    """Find who took steps at another learning rate than the first of those that did.
+
+    Returns:
+        Whether there is such a worker, shape [], bool; and its rank, shape [], int64.
+    """
+    known = (headers.moved > 0) & tf.math.is_finite(headers.rate)
+    first = headers.rate[first_true(known)]
+    other = known & (headers.rate != first)
+    return tf.reduce_any(other), first_true(other)
 
 
 def shares(
@@ -83,19 +99,26 @@ def shares(
         divisor: shape [], float64.
 
     Returns:
-        The values, divided; zero where the worker has not moved.
+        The values, divided, in float32 where they have 16 bits, of which a division
+        would lose some; zero where the worker has not moved.
     """
+    wide = [widened(value) for value in values]
     return [
         tf.where(moved > 0, value / tf.cast(divisor, value.dtype), tf.zeros_like(value))
-        for value in values
+        for value in wide
     ]
+
+
+def widened(value: tf.Tensor) -> tf.Tensor:
+    """Return a tensor of 16 bits in float32, any other as it is."""
+    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
 
 
 def outer_gradients(
     anchor: Sequence[tf.Tensor], own: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Return a - w for each pair of tensors of the same shape and type."""
-    return [a - w for a, w in zip(anchor, own, strict=True)]
+    """Return a - w for each pair of tensors of the same shape and type, widened."""
+    return [widened(a) - widened(w) for a, w in zip(anchor, own, strict=True)]
 
 
 def distance(own: Sequence[tf.Tensor], agreed: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -1,20 +1,33 @@
 """Keras callbacks: figures for people, and jobs that continue after a kill."""
 
+import functools
 import pathlib
+import secrets
 import shutil
+import time
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, state_files
-from tf_dgc.averaging_strategy import ParameterAveragingStrategy
-from tf_dgc.strategy import BaseStrategy
-from tf_dgc.synchronizers import saving
+from tf_dgc import _host
+from tf_dgc.config import AveragingConfig
+from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import records as saving
+from tf_dgc.strategies import backups, positions, remembered
+from tf_dgc.strategies.averaging import ParameterAveragingStrategy
+from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.strategies.extended import on_one_worker
+from tf_dgc.strategies.files import AtTheEnd
+from tf_dgc.transports import handshake
 
-# Backups of a worker that are compared; there are two unless removing them failed.
+# Backups of a worker that are compared; there are four unless removing them failed.
 _LOOKED_AT = 8
+# Within an epoch: a worker that begins to write one has written that before the last.
+_KEPT = 3
+# Steps between two questions of the clock of the chief.
+_ASKED = 10
 
 
 class CompressionStats(keras.callbacks.Callback):
@@ -94,30 +107,51 @@ class CompressionStats(keras.callbacks.Callback):
             logs.update(figures)
 
 
-class BackupState(keras.callbacks.Callback):
+class BackupState(keras.callbacks.Callback, AtTheEnd):
     """Backs up a job at the end of each epoch; started again, it continues from there.
 
     In place of `keras.callbacks.BackupAndRestore`, on all workers. The last backup that
     all of them have is continued bit for bit: each worker's weights, optimizers,
-    statistics, random generators of Keras, and what it keeps back, and the epoch.
+    statistics, random generators of Keras, and what it keeps back, and the epoch; and
+    what `EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint` and `SwapEMAWeights`,
+    or what is derived from them, remember. It acts after all other callbacks of `fit`.
     What it does not know is the state of the data, and of `tf.random`: batches must be
     the same in an epoch whether or not epochs ran before it in this process.
 
-    A backup is a folder `epoch-00003` with the files of `save_state` and the weights of
-    each worker. Workers may share the disk, or have one each; to continue on another
-    number of workers they must share it. The backup before is removed only when all
-    have written the next.
+    With `save_freq` or `save_seconds` it also backs up within epochs: then training
+    waits only while each worker copies its arrays, which are written meanwhile. What
+    metrics have counted in the epoch is in it, and the place in the data: as tf.data
+    tells it, or where it cannot (Python generators), by the number of batches, which
+    are then read again. What other callbacks count within an epoch is not.
+
+    A backup is a folder `epoch-00003`, or `epoch-00003-step-00000500`, with the files
+    of `save_state` and the weights of each worker. Workers may share the disk, or have
+    one each; to continue on another number of workers, from the last end of an epoch,
+    they must share it. A backup is removed only when all have written newer ones.
     """
 
-    def __init__(self, backup_dir: Any, delete_checkpoint: bool = True) -> None:
-        """Say where.
+    def __init__(
+        self,
+        backup_dir: Any,
+        delete_checkpoint: bool = True,
+        *,
+        save_freq: int | None = None,
+        save_seconds: float | None = None,
+    ) -> None:
+        """Say where, and how often.
 
         Args:
             backup_dir: a folder for this alone, the same at every start.
             delete_checkpoint: remove the backups at the end of `fit`.
+            save_freq: number of steps between backups within an epoch, at least 1; with
+                `steps_per_execution`, at the end of the execution.
+            save_seconds: seconds between them, by the clock of the chief, which tells
+                the others every ten steps. Neither of the two with
+                `ParameterAveragingStrategy`, within whose periods workers differ.
 
         Raises:
-            ValueError: `backup_dir` is empty.
+            ValueError: `backup_dir` is empty, both intervals are given, or one is out
+                of its range.
         """
         super().__init__()
         if not backup_dir:
@@ -125,92 +159,187 @@ class BackupState(keras.callbacks.Callback):
                 "`backup_dir` must be the path of a folder. Received: "
                 f"backup_dir={backup_dir!r}"
             )
+        _check_intervals(save_freq, save_seconds)
         self.backup_dir = pathlib.Path(backup_dir)
         self.delete_checkpoint = delete_checkpoint
+        self.save_freq, self.save_seconds = save_freq, save_seconds
+        self._resumed: backups.Position | None = None
+        self._counted: dict[str, Any] = {}
+        self._iterator: Any = None
+        self._epoch = self._done = 0  # epochs, and steps of the present one
+
+    @property
+    def _within(self) -> bool:
+        return self.save_freq is not None or self.save_seconds is not None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue from the last backup, if there is one."""
         strategy = _strategy_of(self)
-        epoch = self._last_common(strategy)
-        _host.set_initial_epoch(self.model, epoch)
-        if epoch is None:
+        if self._within:
+            self._prepare(strategy)
+        position = self._last_common(strategy)
+        self._resumed = position
+        _host.keras.set_initial_epoch(self.model, position and position.epoch)
+        if position is None:
             return
-        folder = self._folder(epoch)
+        folder = self.backup_dir / position.name
+        subject = f"success in reading {folder}"
+
+        def look() -> tuple[Any, ...]:
+            saved = state_files.read_manifest(folder)["world_size"]
+            weights, rest = self._files(folder, strategy.rank % saved)
+            return saved, weights, rest, remembered.read(rest, self.model)
+
+        saved, weights, rest, found = saving.together(strategy.transport, subject, look)
+        slots = {"slots of optimizers": found.optimizers}
+        handshake.agree(strategy.transport, f"backup in {folder}", slots)
+        with strategy.scope():
+            remembered.build_optimizers(found, self.model)
 
         def read() -> None:
-            saved = state_files.read_manifest(folder)["world_size"]
-            weights, seeds = self._files(folder, strategy.rank % saved)
+            remembered.restore(rest, found, self.others, self.model)
+            if position.step:
+                self._read_all(rest)
+                return
             self.model.load_weights(weights)
             if strategy.rank < saved:  # a worker that is new draws numbers of its own
-                own = self._seeds()
+                own = backups.seeds(self.model)
                 shapes = {name: v.shape.as_list() for name, v in own.items()}
-                for name, array in state_files.read_arrays(seeds, shapes).items():
+                for name, array in state_files.read_arrays(rest, shapes).items():
                     own[name].assign(array)
 
-        saving.together(strategy.transport, f"success in reading {folder}", read)
+        saving.together(strategy.transport, subject, read)
         strategy.restore_state(folder, self.model)
 
+    def _prepare(self, strategy: BaseStrategy) -> None:
+        """Agree on a number of this run."""
+        if isinstance(strategy.config, AveragingConfig):
+            raise ValueError(
+                "`save_freq` and `save_seconds` must be None where parameters are "
+                "averaged: backups are made at the ends of epochs, where workers "
+                f"agree. Received: save_freq={self.save_freq!r}, "
+                f"save_seconds={self.save_seconds!r}"
+            )
+        own = tf.constant([secrets.randbelow(2**31)], tf.int64)
+        self._run = int(strategy.transport.broadcast([own], "run")[0][0])
+        self._writer = backups.Writer(self.backup_dir, strategy.rank, _KEPT)
+        self._since, self._last = 0, time.monotonic()
+
+    def _read_all(self, rest: pathlib.Path) -> None:
+        """Take over what was copied within an epoch."""
+        variables = backups.Variables(self.model)
+        self._counted = variables.read(rest)
+        variables.assign(self._counted, of_metrics=False)
+        backups.read_seeds(rest, self.model)
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Let a second `fit` begin where it is told to."""
-        _host.set_initial_epoch(self.model, None)
+        """Go to where the backup was made in the epoch, if it was."""
+        _host.keras.set_initial_epoch(self.model, None)
+        self._epoch, position = epoch, self._resumed
+        self._resumed, self._done = None, position.step if position else 0
+        if position is not None and position.step:
+            backups.Variables(self.model).assign(self._counted, of_metrics=True)
+            self._counted = {}
+            take_up = functools.partial(self._take_up, position)
+            positions.at_next_epoch(position.step, take_up)
+        elif self._within:
+            positions.at_next_epoch(0, self._note)
+
+    def _note(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def _take_up(self, position: backups.Position, iterator: Any) -> None:
+        """Bring the data to where they were."""
+        strategy = _strategy_of(self)
+        folder = self.backup_dir / position.name
+        place = backups.data_of(folder, strategy.rank)
+        # Of what is read from here on, workers may have other batches ready.
+        strategy.extended.first_targets.compared.assign(True)
+        if positions.has_state(place):
+            positions.take_up(iterator, place)
+        else:
+            positions.read_again(iterator, position.step)
+        self._iterator = iterator
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Copy what is to be backed up within an epoch, and begin to write it."""
+        if not self._within:
+            return
+        strategy = _strategy_of(self)
+        steps, self._done = batch + 1 - self._done, batch + 1
+        if not self._due(strategy, steps):
+            return
+        position = backups.Position(self._epoch, batch + 1)
+        args = strategy, self.model, self.others, self._iterator
+        self._writer.write(backups.copy(position, self._run, *args))
+
+    def _due(self, strategy: BaseStrategy, steps: int) -> bool:
+        before = self._since
+        self._since += steps
+        if self.save_freq is not None:
+            due = self._since >= self.save_freq
+        elif before // _ASKED == self._since // _ASKED:
+            due = False
+        else:
+            late = time.monotonic() - self._last >= (self.save_seconds or 0.0)
+            own = tf.constant([late])
+            due = bool(strategy.transport.broadcast([own], "backup")[0][0])
+        if due:
+            self._since, self._last = 0, time.monotonic()
+        return due
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup, then remove those before it."""
         strategy = _strategy_of(self)
-        folder = self._folder(epoch + 1)
-        weights, seeds = self._files(folder, strategy.rank)
+        self._iterator = None
+        if self._within:
+            self._since, self._last = 0, time.monotonic()
+            saving.together(
+                strategy.transport, "success in writing backups", self._writer.wait
+            )
+        folder = self.backup_dir / backups.Position(epoch + 1).name
+        weights, rest = self._files(folder, strategy.rank)
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             # Of a run that was killed; without a manifest the backup is not whole.
             (folder / state_files.MANIFEST).unlink(missing_ok=True)
             self.model.save_weights(weights, overwrite=True)
-            values = {name: v.numpy() for name, v in self._seeds().items()}
-            np.savez(seeds, allow_pickle=False, **values)
-            for path in (weights, seeds):
+            values = {name: v.numpy() for name, v in backups.seeds(self.model).items()}
+            values |= remembered.arrays_of(self.others, self.model)
+            np.savez(rest, allow_pickle=False, **values)
+            for path in (weights, rest):
                 state_files.sync(path)
 
         saving.together(strategy.transport, f"success in writing {folder}", write)
         strategy.save_state(folder, self.model)
-        for other in self._epochs():
-            if other != epoch + 1:
-                shutil.rmtree(self._folder(other), ignore_errors=True)
+        for other in backups.listed(self.backup_dir):
+            if other != (epoch + 1, 0):
+                shutil.rmtree(self.backup_dir / other.name, ignore_errors=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backups."""
         strategy = _strategy_of(self)
-        _host.set_initial_epoch(self.model, None)
+        _host.keras.set_initial_epoch(self.model, None)
         strategy.transport.barrier()
         if self.delete_checkpoint:
             shutil.rmtree(self.backup_dir, ignore_errors=True)
 
-    def _folder(self, epoch: int) -> pathlib.Path:
-        return self.backup_dir / f"epoch-{epoch:05d}"
-
     def _files(self, folder: pathlib.Path, rank: int) -> tuple[pathlib.Path, ...]:
-        """Return where weights and seeds go; both are there before the manifest."""
-        names = f"rank-{rank:05d}.weights.h5", f"rank-{rank:05d}.seeds.npz"
-        return tuple(folder / name for name in names)
+        """Return where weights and the rest go, which are there before the manifest."""
+        return folder / f"rank-{rank:05d}.weights.h5", backups.rest_of(folder, rank)
 
-    def _seeds(self) -> dict[str, Any]:
-        """Return the states of random generators, which Keras does not save."""
-        own = [v for v in self.model.variables if "seed_generator_state" in v.path]
-        seeds = [_host.global_seed_state(), *own]
-        return {str(i): variable for i, variable in enumerate(seeds)}
-
-    def _epochs(self) -> list[int]:
-        names = [folder.name for folder in self.backup_dir.glob("epoch-*")]
-        return sorted(int(name[6:]) for name in names if name[6:].isdigit())
-
-    def _last_common(self, strategy: BaseStrategy) -> int | None:
-        """Return the last epoch of which every worker has a whole backup."""
+    def _last_common(self, strategy: BaseStrategy) -> backups.Position | None:
+        """Return the last position of which every worker has a whole backup."""
+        transport = strategy.transport
         whole, begun = [-1] * _LOOKED_AT, 0
-        for epoch in self._epochs():
+        for position in backups.listed(self.backup_dir):
             begun = 1
-            if (self._folder(epoch) / state_files.MANIFEST).exists():
-                whole = [*whole[1:], epoch]
+            folder = self.backup_dir / position.name
+            if backups.is_whole(folder, transport.rank, transport.size):
+                whole = [*whole[1:], position.number]
         mine = tf.constant([begun, *whole], tf.int64)
-        found = strategy.transport.all_gather(mine, "backups").numpy().tolist()
+        found = transport.all_gather(mine, "backups").numpy().tolist()
         common = set.intersection(*[set(row[1:]) for row in found]) - {-1}
         without = [rank for rank, row in enumerate(found) if not row[0]]
         if not common and without and any(max(row[1:]) >= 0 for row in found):
@@ -219,7 +348,29 @@ class BackupState(keras.callbacks.Callback):
                 f"Received: no backup on ranks {without}. Copy it there, or remove it "
                 "everywhere to begin anew."
             )
-        return max(common, default=None)
+        return backups.of_number(max(common)) if common else None
+
+
+def _check_intervals(save_freq: Any, save_seconds: Any) -> None:
+    whole = isinstance(save_freq, int) and not isinstance(save_freq, bool)
+    if save_freq is not None and (not whole or save_freq < 1):
+        raise ValueError(
+            "`save_freq` must be a number of steps, at least 1, or None. "
+            f"Received: save_freq={save_freq!r}"
+        )
+    if save_seconds is None:
+        return
+    number = isinstance(save_seconds, int | float)
+    if not number or not 0 < save_seconds < float("inf"):
+        raise ValueError(
+            "`save_seconds` must be a positive number of seconds, or None. "
+            f"Received: save_seconds={save_seconds!r}"
+        )
+    if save_freq is not None:
+        raise ValueError(
+            "Only one of `save_freq` and `save_seconds` must be given. Received: "
+            f"save_freq={save_freq!r}, save_seconds={save_seconds!r}"
+        )
 
 
 def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
@@ -235,22 +386,23 @@ def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 class _ChiefOnly(keras.callbacks.Callback):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
-        self._callback = callback
+        self.on_chief = callback
 
     def set_params(self, params: Any) -> None:
         super().set_params(params)
-        self._callback.set_params(params)
+        self.on_chief.set_params(params)
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if _strategy_of(self).is_chief:
-            self._callback.set_model(model)
+            self.on_chief.set_model(model)
 
 
 def _on_chief(name: str) -> Any:
     def hook(self: _ChiefOnly, *args: Any, **kwargs: Any) -> None:
         if _strategy_of(self).is_chief:
-            getattr(self._callback, name)(*args, **kwargs)
+            with on_one_worker():
+                getattr(self.on_chief, name)(*args, **kwargs)
 
     return hook
 

@@ -50,8 +50,9 @@ class DGCConfig(_Settings):
         momentum_correction: accumulate the steps of `keras.optimizers.SGD`, with its
             momentum and learning rate, instead of its gradient. Without effect on
             other optimizers.
-        momentum_masking: clear the velocity of the elements that were sent. Short
-            trainings are better off without, see docs/parity.md.
+        momentum_masking: clear the velocity of the elements that were sent; not where
+            everything is, at a sparsity of 0 or because it is cheaper. Short trainings
+            are better off without, see docs/parity.md.
         min_elements: tensors with fewer elements are reduced densely, and so are
             all tensors of rank 0 and 1.
         sample_fraction: fraction of a tensor that is looked at to estimate its

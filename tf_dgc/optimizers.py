@@ -1,15 +1,23 @@
 """What the exchange must know of a Keras optimizer, and of the model it trains."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, dgc
+from tf_dgc import _host
+from tf_dgc.compression import arena, dgc
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.synchronizers import Exchanged
+from tf_dgc.transports import Transport
+from tf_dgc.values import first_nonfinite
+
+# Whether optimizers work element by element, as far as they were asked.
+_elementwise: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def momentum_of(
@@ -32,31 +40,18 @@ def suspended_momentum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         optimizer.momentum = momentum
 
 
-def update(
-    optimizer: keras.optimizers.Optimizer,
-    exchanged: Exchanged,
-    variables: Sequence[Any],
-    learning_rate: Any,
-    apply: Callable[[list[Any], Any], None],
-) -> None:
-    """Update variables; those whose step was taken over, by what is in their gradient.
+def check_function(function: Any) -> None:
+    """Refuse a step, or an optimizer's update, that is not of Keras 3.
 
-    Args:
-        optimizer: of the user.
-        exchanged: the gradients.
-        variables: what they belong to.
-        learning_rate: for those whose step was not taken over.
-        apply: the optimizer's own update of a list of pairs (gradient, variable) at a
-            learning rate.
+    Raises:
+        ValueError: it is of tf_keras, or of another optimizer of TensorFlow's.
     """
-    triples = zip(exchanged.gradients, variables, exchanged.compressed, strict=True)
-    # None was applied in the exchange.
-    flagged = [((g, v), taken) for g, v, taken in triples if g is not None]
-    if plain := [pair for pair, taken in flagged if not taken]:
-        apply(plain, learning_rate)
-    if taken_over := [pair for pair, taken in flagged if taken]:
-        with suspended_momentum(optimizer):
-            apply(taken_over, tf.ones_like(learning_rate))
+    if module := _host.keras.foreign_module(function):
+        raise ValueError(
+            "Models and optimizers must be those of Keras 3; others would train past "
+            f"the exchange. Received: what {module} defines. Use `keras` in the place "
+            "of `tf_keras` and `tf.keras`, and unset TF_USE_LEGACY_KERAS."
+        )
 
 
 def check_model(model: keras.Model, strategy: Any) -> None:
@@ -69,20 +64,151 @@ def check_model(model: keras.Model, strategy: Any) -> None:
     Raises:
         ValueError: it is compiled for XLA, or was compiled outside the scope.
     """
-    workers = strategy.num_replicas_in_sync
+    workers = strategy.transport.size
     if model.jit_compile is True and (workers > 1 or strategy.config is not None):
         raise ValueError(
             "`jit_compile` must not be True: XLA cannot compile the exchange, and only "
             "DenseStrategy on one worker has none. Received: jit_compile=True, "
             f"{workers} worker(s). Use `model.compile(..., jit_compile=False)`."
         )
-    for optimizer in _host.inner_optimizers(getattr(model, "optimizer", None)):
-        if optimizer is not None and _host.strategy_of(optimizer) is not strategy:
+    for optimizer in _host.keras.inner_optimizers(getattr(model, "optimizer", None)):
+        if optimizer is not None and _host.keras.strategy_of(optimizer) is not strategy:
             raise ValueError(
                 f"The optimizer {optimizer.name!r} was made outside the scope of this "
                 "strategy and would train each worker by itself. Build and compile "
                 "the model inside `with strategy.scope():`."
             )
+
+
+def leave_out_whole_steps(
+    optimizer: keras.optimizers.Optimizer, transport: Transport
+) -> None:
+    """Let `optimizer.apply` do nothing at all where some worker's gradient is bad.
+
+    The exchange votes, too, but Keras decays weights before it, and constrains and
+    averages them and counts the step after it.
+
+    Args:
+        optimizer: as it is being made, too. One that scales the loss is left as it is:
+            it looks for overflow by itself, and the one within does not see it.
+        transport: to the other workers.
+    """
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales or "apply" in vars(optimizer):
+        return
+    reference, original = weakref.ref(optimizer), type(optimizer).apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        own: Any = reference()
+        if not own.built and trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            with keras.name_scope(own.name, caller=own):
+                own.build(trainable_variables)
+        share = getattr(_host.keras.strategy_of(own), "share", None)
+        if share is not None:  # what is computed without rows counts nothing
+            grads = share.own_gradients(list(grads))
+        bad = first_nonfinite([g for g in grads if g is not None])
+        (votes,) = transport.all_reduce([tf.cast(bad > 0, tf.int32)], "whole_step")
+        tf.cond(
+            votes == 0,
+            lambda: original(own, grads, trainable_variables),
+            lambda: None,
+        )
+
+    optimizer.apply = apply
+
+
+def refuse_whole_tensors(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    config: DGCConfig | AveragingConfig | None,
+) -> None:
+    """Refuse an optimizer that a sparse gradient would lead astray.
+
+    Args:
+        optimizer: of the user.
+        variables: that it trains.
+        config: of the exchange.
+
+    Raises:
+        ValueError: it factors or normalises whole tensors, and some are compressed.
+    """
+    if not isinstance(config, DGCConfig):
+        return
+    least = config.min_elements
+    compressed = any(
+        arena.is_compressed(v.shape.as_list(), v.dtype, least) for v in variables
+    )
+    if compressed and not is_elementwise(optimizer):
+        raise ValueError(
+            "Deep Gradient Compression needs an optimizer that works element by "
+            "element, as most of a gradient is zero. Received: "
+            f"optimizer {optimizer.name!r}, {type(optimizer).__name__}, of which an "
+            "element's step depends on the gradients of others. Use DenseStrategy or "
+            "ParameterAveragingStrategy, or an optimizer such as SGD, Adam or Lion."
+        )
+
+
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether each element's step depends on its own gradient alone.
+
+    A copy of the optimizer is tried out on a small matrix, so that this holds for
+    those of the user as well. One that cannot be copied is believed to be.
+    """
+    if optimizer not in _elementwise:
+        found: list[bool] = []
+        # A thread has no strategy and no graph.
+        thread = threading.Thread(target=lambda: found.append(_tried(optimizer)))
+        thread.start()
+        thread.join()
+        _elementwise[optimizer] = found[0]
+    return _elementwise[optimizer]
+
+
+def _tried(optimizer: keras.optimizers.Optimizer) -> bool:
+    if _is_plain_sgd(optimizer):
+        return True
+    try:
+        first, again, other = (_step_of(optimizer, size) for size in (1.0, 1.0, 0.0))
+    except Exception:  # whatever an optimizer of the user's own raises
+        return True
+    return first != again or first == other
+
+
+def _step_of(optimizer: keras.optimizers.Optimizer, others: float) -> float:
+    """Return where one element comes to in two steps, beside gradients of others."""
+    copy = type(optimizer).from_config(optimizer.get_config())
+    start = np.arange(1, 65, dtype=np.float32).reshape(8, 8) / 64
+    variable = keras.Variable(start, dtype="float32", name="kernel")
+    copy.build([variable])
+    gradient = others * np.cos(start)
+    gradient[0, 0] = 0.5
+    update, rate = _host.keras.update_step_of(copy), tf.constant(0.1)
+    for _ in range(2):
+        update([tf.constant(gradient)], [variable], rate)
+        copy.iterations.assign_add(1)
+    return float(variable.numpy()[0, 0])
+
+
+def check_outsider(model: keras.Model, others: bool) -> str:
+    """Return a warning of a model that is of no strategy, where there is one.
+
+    Args:
+        model: of the user, about to be trained, where there are several workers.
+        others: whether anything was made in a strategy's scope: then the model may
+            have been made outside of it on purpose.
+
+    Raises:
+        ValueError: nothing was.
+    """
+    told = (
+        f"The model {model.name!r} was made outside the scope of the strategy, so each "
+        "worker trains it by itself"
+    )
+    remedy = "build and compile it inside `with strategy.scope():`."
+    if not others:
+        raise ValueError(f"{told}, and nothing was made inside: {remedy}")
+    return f"{told}. Where that is not meant, {remedy}"
 
 
 def warnings_about(
@@ -97,21 +223,18 @@ def warnings_about(
         workers: N.
         config: of the strategy.
     """
-    if isinstance(config, AveragingConfig):
-        advice = f"divide by {workers} what is to clip a local step"
-    else:
-        advice = "DGCConfig(clip_norm=...) clips as the paper does"
     found = []
     clips = [
         f"{name}={getattr(optimizer, name)}"
         for name in ("clipnorm", "global_clipnorm", "clipvalue")
         if getattr(optimizer, name, None) is not None
     ]
-    if clips and workers > 1:
+    if clips and workers > 1 and isinstance(config, DGCConfig):
         found.append(
             f"{optimizer.name}: Keras clips each worker's own gradient "
-            f"({', '.join(clips)}), before the exchange and after division by the "
-            f"number of workers; {advice}"
+            f"({', '.join(clips)}), before the exchange and, under a strategy, after "
+            "division by the number of workers; DGCConfig(clip_norm=...) clips as the "
+            "paper does"
         )
     corrects = isinstance(config, DGCConfig) and config.momentum_correction
     if corrects and not _is_plain_sgd(optimizer):

@@ -12,16 +12,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, data
+from tf_dgc import _host
 from tf_dgc.config import DGCConfig
-from tf_dgc.layout import Layout
-from tf_dgc.strategy import BaseStrategy
-from tf_dgc.synchronizers import DeepGradientCompression, Dense, Synchronizer
+from tf_dgc.exchanges import EachStep
+from tf_dgc.exchanges.compressed import Workers
+from tf_dgc.strategies import data
+from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.strategies.share import run_with_a_row
 from tf_dgc.transports.base import Transport, default_device
 from tf_dgc.transports.local import LocalTransport
+from tf_dgc.transports.mesh import Mesh
 
 
-class Loopback(Transport):
+class Stacked(Transport):
     """Takes the tensors of all N workers, stacked, from the one process they are.
 
     It is rank 0 among them, and alone.
@@ -85,13 +88,11 @@ def for_each_worker(fn: Callable[[Any], Any], workers: int) -> Any:
     )
 
 
-class Compressed(DeepGradientCompression):
-    """The compression of N workers, one after the other."""
+def all_workers(transport: Transport) -> Workers:
+    """Return what a process is that is all N workers, one after the other."""
+    size = transport.size
 
-    def _arena_shape(self, layout: Layout) -> list[int]:
-        return [self.transport.size, layout.size]
-
-    def _each(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def each(fn: Callable[..., Any], *args: Any) -> Any:
         results: list[Any] = []
 
         def own(rank: Any) -> list[tf.Tensor]:
@@ -101,20 +102,17 @@ class Compressed(DeepGradientCompression):
             results[:] = [fn(*parts)]
             return [part for part in tf.nest.flatten(results) if part is not None]
 
-        stacked = iter(for_each_worker(own, self.transport.size))
+        stacked = iter(for_each_worker(own, size))
         return tf.nest.map_structure(
             lambda part: None if part is None else next(stacked), results[0]
         )
 
-    def _own_ranks(self) -> Sequence[int]:
-        return range(self.transport.size)
+    return Workers(range(size), each, [size])
 
-    def _own_seat(self) -> tf.Tensor:
-        return tf.eye(self.transport.size)
 
-    def residual_norm(self) -> tf.Tensor:
-        """Return the norm of what a worker keeps back, in the quadratic mean."""
-        return super().residual_norm() / self.transport.size**0.5
+def each_simulated_step(config: DGCConfig | None) -> EachStep:
+    """Return what makes exchanges of the gradients of all workers, [N, ...]."""
+    return EachStep(config, all_workers)
 
 
 class SimulatedStrategy(BaseStrategy):
@@ -163,18 +161,10 @@ class SimulatedStrategy(BaseStrategy):
                 f"`config` must be a DGCConfig or None. Received: config={config!r}"
             )
 
-        def synchronizer(_: Transport) -> Synchronizer:
-            loopback = Loopback(workers)
-            return Dense(loopback) if config is None else Compressed(loopback, config)
-
         self._workers = workers
         self._process = _OneProcess()
-        super().__init__(self._process, config, synchronizer)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of logical workers, N."""
-        return self._workers
+        mesh = Mesh(self._process, Stacked(workers), workers)
+        super().__init__(mesh, config, each_simulated_step(config))
 
     def exchange_and_update(self, optimizer: Any, *args: Any) -> None:
         """Exchange and update, once all workers have a gradient.
@@ -203,11 +193,14 @@ class SimulatedStrategy(BaseStrategy):
         optimizer = model.optimizer
         _refuse(optimizer)
         variables: list[Any] = []
+        whole, step = data.row_count(args), super().run
 
         def worker(rank: Any) -> tuple[Any, list[tf.Tensor]]:
             shares = (data.rows_of(args[0], args, rank, self._workers),)
             with _captured(optimizer) as applied:
-                logs = super(SimulatedStrategy, self).run(fn, shares, kwargs, options)
+                logs, rows = run_with_a_row(
+                    model, shares, lambda filled: step(fn, filled, kwargs, options)
+                )
             if len(applied) != 1:
                 raise ValueError(
                     "A training step must apply its optimizer's gradients once, to be "
@@ -215,7 +208,14 @@ class SimulatedStrategy(BaseStrategy):
                 )
             used = [(g, v) for g, v in applied[0] if g is not None]
             variables[:] = [v for _, v in used]
-            return logs, [tf.convert_to_tensor(g) for g, _ in used]
+            factor = tf.constant(1.0)
+            if whole is not None:
+                factor = tf.cast(rows * self._workers / whole, tf.float32)
+            gradients = [tf.convert_to_tensor(g) for g, _ in used]
+            return logs, [
+                tf.where(rows == 0, tf.zeros_like(g), g * tf.cast(factor, g.dtype))
+                for g in gradients
+            ]
 
         self._process.busy = True
         try:
@@ -235,21 +235,24 @@ def _captured(
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         if trainable_variables is None:
-            trainable_variables = _host.variables_of(optimizer)
+            trainable_variables = _host.keras.variables_of(optimizer)
         applied.append(list(zip(grads, trainable_variables, strict=True)))
 
+    kept = vars(optimizer).get("apply")
     optimizer.apply = apply
     try:
         yield applied
     finally:
         del optimizer.apply
+        if kept is not None:
+            optimizer.apply = kept
 
 
 def _refuse(optimizer: keras.optimizers.Optimizer) -> None:
     """Raise ValueError where the optimizer works on single workers' gradients."""
     names = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
     found = [name for name in names if getattr(optimizer, name, None) is not None]
-    if len(_host.inner_optimizers(optimizer)) > 1:
+    if len(_host.keras.inner_optimizers(optimizer)) > 1:
         found.append("loss scaling")
     if found:
         raise ValueError(

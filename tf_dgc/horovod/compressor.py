@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc import layout as layout_lib
+from tf_dgc.compression import arena
 from tf_dgc.config import DGCConfig
-from tf_dgc.horovod.core import Exchange, Owner, transport
+from tf_dgc.horovod.core import Means, Owner, transport
 from tf_dgc.transports.base import Transport
 
 
@@ -44,7 +44,7 @@ class DGCCompressor:
             )
         self.config = config
         with tf.init_scope():
-            self._exchange = Exchange(over or transport(), config)
+            self._exchange = Means(over or transport(), config)
         self._slots: list[tuple[Owner, _Form]] = []
         self._next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -55,7 +55,7 @@ class DGCCompressor:
             ValueError: the tensor has another shape than before at its place.
         """
         least = self.config.min_elements
-        if not layout_lib.is_compressed(tensor.shape.as_list(), tensor.dtype, least):
+        if not arena.is_compressed(tensor.shape.as_list(), tensor.dtype, least):
             return tensor, None
         place = self._place()
         if place == len(self._slots):
@@ -69,10 +69,10 @@ class DGCCompressor:
                 f"{tensor.dtype.name}. Outside of graphs each tensor needs a "
                 "DGCCompressor of its own."
             )
-        found = self._exchange(owner, [tensor], [form])
+        found = self._exchange.gradients(owner, [tensor], [form])
         (mean,) = found.gradients
-        if found.apply is not None:
-            mean = tf.where(found.apply, mean, tf.zeros_like(mean))
+        if found.applies is not None:
+            mean = tf.where(found.applies, mean, tf.zeros_like(mean))
         return tf.zeros([1], tensor.dtype), mean
 
     def decompress(self, tensor: Any, mean: Any) -> Any:
@@ -86,7 +86,7 @@ class DGCCompressor:
         """Count the tensors of a step: those that are traced into one graph."""
         if tf.executing_eagerly():
             return 0
-        graph = _host.outermost_function_graph()
+        graph = _host.tensorflow.outermost_function_graph()
         place = self._next.get(graph, 0)
         self._next[graph] = place + 1
         return place

@@ -9,19 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import dgc
+from tf_dgc import _host
+from tf_dgc.compression import dgc
 from tf_dgc.config import DGCConfig
-from tf_dgc.synchronizers import (
-    DeepGradientCompression,
-    Dense,
-    Exchanged,
-    Synchronizer,
-    saving,
-)
+from tf_dgc.exchanges import EachStep, Ledger, Part, Update
+from tf_dgc.exchanges import records as saving
+from tf_dgc.horovod.options import Terms
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
-from tf_dgc.transports.hierarchical import HierarchicalTransport
-from tf_dgc.transports.horovod import HorovodTransport
+from tf_dgc.transports.horovod import HorovodTransport, import_horovod
+from tf_dgc.transports.local import LocalTransport
+from tf_dgc.transports.mesh import HierarchicalTransport, Mesh
+from tf_dgc.values import mapped
 from tf_dgc.version import __version__
 
 
@@ -51,15 +50,69 @@ def hierarchical() -> HierarchicalTransport:
     return HierarchicalTransport(transport())
 
 
-def started(between_nodes: bool) -> Transport:
-    """Return `hierarchical()` or `transport()`, from within a graph, too."""
+def started(between_nodes: bool, process_set: Any = None) -> Transport:
+    """Return what carries tensors, from within a graph, too.
+
+    Args:
+        between_nodes: by `hierarchical()`.
+        process_set: of Horovod; a worker that is not in it is alone.
+
+    Raises:
+        ValueError: both are asked for.
+    """
+    everybody = process_set is None or process_set.process_set_id == 0
+    if between_nodes and not everybody:
+        raise ValueError(
+            "`hierarchical` must be False within a process set. Received: "
+            f"hierarchical=True, process_set={process_set}"
+        )
     with tf.init_scope():
+        if not everybody:
+            return _within(process_set)
         return hierarchical() if between_nodes else transport()
 
 
-def init() -> None:
-    """Start Horovod, and claim the GPU of this worker."""
+_sets: dict[int, Transport] = {}
+
+
+def _within(process_set: Any) -> Transport:
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(
+            "`process_set` must have been given to hvd.init or hvd.add_process_set. "
+            f"Received: process_set={process_set}"
+        )
+    if number not in _sets:
+        inside = process_set.included()
+        _sets[number] = transport().within(process_set) if inside else LocalTransport()
+    return _sets[number]
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Start Horovod, and claim the GPU of this worker.
+
+    Args:
+        comm: as that of Horovod, before its first start.
+        process_sets: as that of Horovod, before its first start.
+    """
+    options = {"comm": comm, "process_sets": process_sets}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not is_initialized():
+        import_horovod().init(**given)
     transport()
+    if not import_horovod().is_initialized():  # after `shutdown`
+        transport().start_again()
+
+
+def shutdown() -> None:
+    """End Horovod on all workers; `init` starts it anew."""
+    if is_initialized():
+        transport().shutdown()
+
+
+def is_initialized() -> bool:
+    """Tell whether Horovod runs, without starting it."""
+    return bool(import_horovod().is_initialized())
 
 
 def rank() -> int:
@@ -74,43 +127,64 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the number of this worker among those of its machine."""
-    return _horovod().local_rank()
+    return running().local_rank()
 
 
 def local_size() -> int:
     """Return the number of workers on this machine."""
-    return _horovod().local_size()
+    return running().local_size()
 
 
-def _horovod() -> Any:
+def cross_rank() -> int:
+    """Return the number of this machine among those with such a local rank."""
+    return running().cross_rank()
+
+
+def cross_size() -> int:
+    """Return the number of machines with such a local rank."""
+    return running().cross_size()
+
+
+def running() -> Any:
+    """Return `horovod.tensorflow`, started."""
     transport()
-    import horovod.tensorflow as hvd
-
-    return hvd
+    return import_horovod()
 
 
-class Exchange:
-    """A synchronizer for gradients that are not divided by the number of workers.
+_all: weakref.WeakSet["Means"] = weakref.WeakSet()
+
+
+def has_exchanged(among: Transport) -> bool:
+    """Tell whether this worker has exchanged gradients with some of a transport."""
+    own = getattr(among, "_turnstile", among)  # the same in process sets
+    found = [getattr(e.everybody, "_turnstile", e.everybody) for e in _all if e._agreed]
+    return any(each is own for each in found)
+
+
+class Means:
+    """A ledger for gradients that are not divided by the number of workers.
 
     What is asked of the other workers waits for the first gradients: until then, those
     that join an elastic job do what the others did long ago.
     """
 
-    def __init__(self, found: Transport, config: DGCConfig | None) -> None:
+    def __init__(
+        self, found: Transport, config: DGCConfig | None, terms: Terms | None = None
+    ) -> None:
         if config is not None and not isinstance(config, DGCConfig):
             raise TypeError(
                 f"`config` must be a DGCConfig or None. Received: config={config!r}"
             )
-        self.node = found if isinstance(found, HierarchicalTransport) else None
-        self.everybody = self.node.everybody if self.node else found
-        self.transport = found
-        self.synchronizer: Synchronizer = (
-            DeepGradientCompression(found, config) if config else Dense(found)
-        )
-        self._record = {"tf_dgc": __version__, "compressed": config is not None}
-        self._record |= {"transport": found.name}
+        self.mesh = Mesh.of(found)
+        self.everybody = self.mesh.everybody
+        self._terms = terms or Terms()
+        self.compressed = config is not None
+        self.ledger = Ledger(self.mesh.voices, EachStep(config))
+        self._record = {"tf_dgc": __version__, "compressed": self.compressed}
+        self._record |= {"transport": found.name} | self._terms.record()
         self._record |= config.get_config() if config else {}
         self._agreed = False
+        _all.add(self)
         if isinstance(self.everybody, HorovodTransport):
             _made.append(weakref.ref(self))
             if _waiting:
@@ -119,60 +193,87 @@ class Exchange:
     def begin_anew(self, records: Sequence[saving.Record]) -> None:
         """Go on among other workers, with these records."""
         self._agreed = False
-        self.synchronizer.begin_anew(records)
+        self.ledger.begin_anew(records)
 
-    def __call__(
+    def gradients(
         self,
         owner: object,
-        gradients: Sequence[Any],
+        local: Sequence[Any],
         variables: Sequence[Any],
         momentum: dgc.Momentum | None = None,
-        subtract: bool = False,
-    ) -> Exchanged:
-        """Return the means over the workers; `subtract` is that of `Synchronizer`.
+        part: Part | None = None,
+    ) -> Update:
+        """Return the means over the workers, or the sums where `Terms` say so.
+
+        Arguments are those of `Ledger.gradients`.
 
         Raises:
-            ValueError: the workers' settings or variables differ.
+            ValueError: the workers' settings or variables differ, or XLA is to compile
+                this.
         """
+        self._refuse_xla()
         if not self._agreed:
             with tf.init_scope():
                 subject = "versions and settings"
                 handshake.agree(self.everybody, subject, self._record)
             self._agreed = True
-        shares = [_divided(gradient, self.everybody.size) for gradient in gradients]
-        if self.node:
+        shares = [self._share(gradient) for gradient in local]
+        shares, contexts = self._terms.compress(shares)
+        if self.mesh.voices is not self.everybody:
             shares = [tf.convert_to_tensor(share) for share in shares]
-            shares = self.node.reduce(shares, "shares")
-        return self.synchronizer.exchange(owner, shares, variables, momentum, subtract)
+            shares = self.mesh.within_nodes(shares, "shares")
+        found = self.ledger.gradients(owner, shares, variables, momentum, part)
+        if contexts is None:
+            return found
+        whole = self._terms.decompress(found.gradients, contexts)
+        return found._replace(gradients=whole)
 
+    def parameters(self, owner: object, variables: Sequence[Any]) -> None:
+        """Do what follows a step; see `Ledger.parameters`."""
+        self.ledger.parameters(owner, variables)
 
-def _divided(gradient: Any, by: int) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values / by
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.convert_to_tensor(gradient) / by
+    def _refuse_xla(self) -> None:
+        if self.everybody.name != "local" and _host.tensorflow.compiled_by_xla():
+            raise ValueError(
+                "`jit_compile` must be False: XLA cannot compile the exchange. "
+                "Received: jit_compile=True, from tf.function or model.compile, where "
+                'it is also what "auto" means on a machine with a GPU. Use '
+                "`model.compile(..., jit_compile=False)`, or give `fit` the callback "
+                "hvd.callbacks.BroadcastVariables, which switches it off."
+            )
+
+    def _share(self, gradient: Any) -> Any:
+        """Return what is summed over the workers."""
+        terms = self._terms
+        by = 1 if terms.total else self.mesh.replicas
+        if terms.passes != 1:
+            gradient = mapped(lambda values: values * terms.passes, gradient)
+        if terms.sparse_as_dense:
+            gradient = tf.convert_to_tensor(gradient)
+        return mapped(lambda values: values / by, gradient)
 
 
 class Owner:
     """Owns the state of what has no optimizer."""
 
 
-_made: list[weakref.ref[Exchange]] = []  # in this order on all workers
-_of_tapes: dict[tuple[DGCConfig | None, Transport], tuple[Owner, Exchange]] = {}
+_made: list[weakref.ref[Means]] = []  # in this order on all workers
+_of_tapes: dict[tuple[DGCConfig | None, Transport, Terms], tuple[Owner, Means]] = {}
 _waiting: list[list[saving.Record]] = []  # each for an exchange to come
 
 
 def exchange_of_tapes(
-    config: DGCConfig | None, found: Transport
-) -> tuple[Owner, Exchange]:
+    config: DGCConfig | None, found: Transport, terms: Terms
+) -> tuple[Owner, Means]:
     """Return what all tapes of a config share, and its owner."""
-    if (config, found) not in _of_tapes:
+    key = config, found, terms
+    if key not in _of_tapes:
         with tf.init_scope():
-            _of_tapes[config, found] = Owner(), Exchange(found, config)
-    return _of_tapes[config, found]
+            _of_tapes[key] = Owner(), Means(found, config, terms)
+    return _of_tapes[key]
 
 
-def exchanges() -> list[Exchange]:
+def exchanges() -> list[Means]:
     """Return the exchanges over Horovod that are in use, those of tapes last."""
     gc.collect()  # those that are gone, on all workers alike
     found = [exchange for made in _made if (exchange := made())]
@@ -182,7 +283,7 @@ def exchanges() -> list[Exchange]:
 
 def records() -> list[list[saving.Record]]:
     """Return what this worker keeps, by exchange."""
-    return [*[each.synchronizer.records() for each in exchanges()], *_waiting]
+    return [*[each.ledger.records() for each in exchanges()], *_waiting]
 
 
 def begin_anew(kept: list[list[saving.Record]]) -> None:

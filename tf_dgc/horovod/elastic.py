@@ -1,7 +1,7 @@
 """Elastic training: workers come and go, and what is kept back is shared out anew.
 
-Start the script with `horovodrun --host-discovery-script`. Horovod's callbacks of
-`horovod.tensorflow.keras.elastic`, which commit a state, work on Keras 3.
+Start the script with `horovodrun --host-discovery-script`. Horovod's callbacks, which
+commit a state, are here, too.
 
 Example:
     from tf_dgc import horovod as hvd
@@ -12,7 +12,7 @@ Example:
     @elastic.run
     def train(state):
         ...  # make data, and functions that compute gradients, here
-        model.fit(own_data, callbacks=[CommitStateCallback(state, 100)])
+        model.fit(own_data, callbacks=[elastic.CommitStateCallback(state, 100)])
 
     train(state)
 
@@ -27,21 +27,33 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc.exchanges import records as saving
 from tf_dgc.horovod import core
-from tf_dgc.synchronizers import saving
 from tf_dgc.transports import handshake
 
 try:
     from horovod.common.elastic import ObjectState
     from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
     from horovod.tensorflow.elastic import run
+    from horovod.tensorflow.keras.elastic import (
+        CommitStateCallback,
+        UpdateBatchStateCallback,
+        UpdateEpochStateCallback,
+    )
 except ImportError as error:
     raise ImportError(
         "Elastic training needs Horovod, built against the installed TensorFlow: run "
         f"scripts/install_horovod.sh. Importing it failed: {error}"
     ) from error
 
-__all__ = ["State", "run"]
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
 
 
 class State(ObjectState):
@@ -80,7 +92,7 @@ class State(ObjectState):
             raise ValueError(
                 f"`model` must be built first. Received: model={model.name!r}"
             )
-        if any(exchange.node for exchange in core.exchanges()):
+        if any(each.mesh.voices is not each.everybody for each in core.exchanges()):
             raise ValueError(
                 "Elastic training cannot be hierarchical. Received: an optimizer or a "
                 "tape with hierarchical=True"
@@ -210,3 +222,6 @@ class State(ObjectState):
         own = text if self._transport.rank == 0 else np.zeros(int(length), np.uint8)
         (shared,) = self._transport.broadcast([tf.constant(own)], "json")
         return handshake.read_json(shared.numpy().tobytes(), what)
+
+
+KerasState = State  # Horovod's name

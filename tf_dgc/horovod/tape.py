@@ -7,7 +7,10 @@ import tensorflow as tf
 
 from tf_dgc.config import DGCConfig
 from tf_dgc.horovod import core
+from tf_dgc.horovod.optimizer import LocalWeights
+from tf_dgc.horovod.options import Options
 from tf_dgc.transports.base import Transport
+from tf_dgc.values import without_repetition, zero_unless
 
 
 class DistributedGradientTape:
@@ -30,7 +33,9 @@ class DistributedGradientTape:
         config: DGCConfig | None = None,
         *,
         hierarchical: bool = False,
+        local_layers: Any = None,
         over: Transport | None = None,
+        **options: Any,
     ) -> None:
         """Wrap a tape.
 
@@ -39,11 +44,25 @@ class DistributedGradientTape:
             config: of Deep Gradient Compression, the same in each step; None exchanges
                 everything.
             hierarchical: sum densely within a node, and exchange between nodes only.
+            local_layers: a layer, or some, whose weights are each worker's own.
             over: a transport other than Horovod's.
+            options: Horovod's other keyword arguments; see `options.Options`.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: an option cannot be had.
         """
         self._tape = tape
-        found = over or core.started(hierarchical)
-        self._owner, self._exchange = core.exchange_of_tapes(config, found)
+        asked = Options(**options)
+        config, terms = asked.resolve(config)
+        found = over or core.started(hierarchical, asked.process_set)
+        self._workers = found.size
+        self._local = LocalWeights(local_layers, asked.scale_local_gradients)
+        self._owner, self._exchange = core.exchange_of_tapes(config, found, terms)
+
+    def register_local_source(self, source: Any) -> None:
+        """Let the gradient of a variable be each worker's own."""
+        self._local.add(source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -59,7 +78,7 @@ class DistributedGradientTape:
         """Return the means of the workers' gradients; see `tf.GradientTape.gradient`.
 
         Raises:
-            ValueError: the workers' variables differ.
+            ValueError: the workers' variables differ, or XLA is to compile this.
             tf.errors.InvalidArgumentError: a gradient is not finite, and the config
                 does not skip it.
         """
@@ -67,19 +86,26 @@ class DistributedGradientTape:
         flat = tf.nest.flatten(sources)
         gradients = tf.nest.flatten(local)
         used = [i for i, g in enumerate(gradients) if g is not None]
+        for i in [i for i in used if self._local.have(flat[i])]:
+            gradients[i] = self._local.share(gradients[i], self._workers)
+            used.remove(i)
+        if not used:
+            return tf.nest.pack_sequence_as(local, gradients)
         values = [flat[i] for i in used]
         values = [v.value if isinstance(v, keras.Variable) else v for v in values]
-        found = self._exchange(self._owner, [gradients[i] for i in used], values)
+        own = [gradients[i] for i in used]
+        found = self._exchange.gradients(self._owner, own, values)
         for i, gradient in zip(used, found.gradients, strict=True):
-            gradients[i] = _zero_unless(found.apply, gradient)
+            gradients[i] = without_repetition(zero_unless(found.applies, gradient))
         return tf.nest.pack_sequence_as(local, gradients)
 
 
-def _zero_unless(applies: tf.Tensor | None, gradient: Any) -> Any:
-    """Return zeros in a step that all workers leave out."""
-    if applies is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _zero_unless(applies, gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.where(applies, gradient, tf.zeros_like(gradient))
+def PartialDistributedGradientTape(
+    tape: tf.GradientTape,
+    config: DGCConfig | None = None,
+    *,
+    local_layers: Any = None,
+    **options: Any,
+) -> DistributedGradientTape:
+    """Wrap a tape, but for some layers; see `DistributedGradientTape`."""
+    return DistributedGradientTape(tape, config, local_layers=local_layers, **options)

@@ -11,6 +11,8 @@ from typing import Final
 
 import tensorflow as tf
 
+from tf_dgc.values import added_up, require
+
 _logger = logging.getLogger("tf_dgc")
 
 _MAX_ROWS = 2**31
@@ -49,12 +51,14 @@ class Transport(abc.ABC):
         rank: of this worker, in [0, size).
         size: N.
         device: where this worker computes, e.g. "/device:GPU:0".
+        addresses: "host:port" of each worker, where that is known.
     """
 
     name: str
     rank: int
     size: int
     device: str
+    addresses: Sequence[str] = ()
 
     @property
     def alone(self) -> bool:
@@ -91,7 +95,7 @@ class Transport(abc.ABC):
         """Join tensors whose first dimension may differ between workers.
 
         Args:
-            tensor: shape [C, ...], any integer or float type or bool.
+            tensor: shape [C, ...], any integer or float type, bool or string.
             name: as for `all_reduce`.
 
         Returns:
@@ -99,19 +103,35 @@ class Transport(abc.ABC):
         """
         if self.size == 1:
             return tf.identity(tensor)
+        if tensor.dtype == tf.string:
+            return self._gather_strings(tensor, name)
         length = tf.shape(tensor, tf.int64)[0]
         lengths = self.all_gather(length, f"{name}.lengths")
         sound = tf.reduce_all((lengths >= 0) & (lengths < _MAX_ROWS))
         text = "A worker's number of rows is damaged. Numbers of rows, by rank:"
-        refuse = tf.debugging.Assert(sound, [text, lengths], summarize=-1)
-        with tf.control_dependencies([refuse]):
+        sound = require(sound, lambda: [text, lengths], summarize=-1)
+        with tf.control_dependencies([sound]):
             lengths = tf.identity(lengths)
         longest = tf.maximum(tf.reduce_max(lengths), 1)
         missing = [[0, longest - length]] + [[0, 0]] * (tensor.shape.rank - 1)
-        carried, restore = _carrier(tensor)
+        bits, back = unmoved(tensor)
+        carried, restore = _carrier(bits)
         gathered = self.all_gather(tf.pad(carried, missing), name)
         present = tf.range(longest) < lengths[:, tf.newaxis]
-        return restore(tf.boolean_mask(gathered, present))
+        return back(restore(tf.boolean_mask(gathered, present)))
+
+    def _gather_strings(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        split = tf.strings.bytes_split(tf.reshape(tensor, [-1]))
+        octets = tf.reshape(tf.io.decode_raw(split.values, tf.uint8), [-1])
+        own = tf.reshape(split.row_lengths(), tf.shape(tensor))
+        lengths = self.all_gather_ragged(own, f"{name}.lengths_of_strings")
+        octets = self.all_gather_ragged(octets, f"{name}.octets")
+        count = tf.size(lengths)
+        place = tf.repeat(tf.range(count), tf.reshape(lengths, [-1]))
+        letters = tf.gather([bytes([i]) for i in range(256)], tf.cast(octets, tf.int32))
+        joined = tf.strings.unsorted_segment_join(letters, place, count)
+        joined = tf.reshape(joined, tf.shape(lengths))
+        return tf.ensure_shape(joined, [None, *tensor.shape[1:]])
 
     def sum_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Sum IndexedSlices over the workers.
@@ -123,19 +143,23 @@ class Transport(abc.ABC):
         Returns:
             IndexedSlices without repeated indices, the same on every worker.
         """
+        return added_up(self.gather_slices(slices, name))
+
+    def gather_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        """Return the IndexedSlices of all workers, by rank; see `sum_slices`.
+
+        Indices repeat as they do in one process, which computes all rows.
+        """
         values = self.all_gather_ragged(slices.values, f"{name}.values")
         indices = self.all_gather_ragged(slices.indices, f"{name}.indices")
         if self.size > 1 and slices.dense_shape is not None:
-            rows = tf.cast(slices.dense_shape[0], indices.dtype)
-            sound = tf.reduce_all((indices >= 0) & (indices < rows))
+            with tf.device("CPU:0"):
+                rows = tf.cast(slices.dense_shape[0], indices.dtype)
+                sound = tf.reduce_all((indices >= 0) & (indices < rows))
             text = "IndexedSlices must be of rows that their variable has. Rows:"
-            with tf.control_dependencies([tf.debugging.Assert(sound, [text, rows])]):
+            with tf.control_dependencies([require(sound, lambda: [text, rows])]):
                 indices = tf.identity(indices)
-        # On GPUs the order of a sum, and so its last bits, are other ones every time.
-        with tf.device("CPU:0"):
-            unique, position = tf.unique(indices)
-            values = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
-        return tf.IndexedSlices(values, unique, slices.dense_shape)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def broadcast(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Return rank 0's tensors, bit for bit, on every worker.
@@ -154,6 +178,19 @@ class Transport(abc.ABC):
             words = [tf.zeros_like(word) for word in words]
         summed = self.all_reduce(words, name)
         return [from_words(*pair) for pair in zip(summed, tensors, strict=True)]
+
+    def holds_on_all(self, own: tf.Tensor, name: str) -> tf.Tensor:
+        """Tell all workers whether something is true on each of them.
+
+        Args:
+            own: shape [], bool.
+            name: as in `all_reduce`.
+
+        Returns:
+            Shape [], bool.
+        """
+        (count,) = self.all_reduce([tf.cast(own, tf.int32)], name)
+        return tf.equal(count, self.size)
 
     def barrier(self) -> None:
         """Wait, eagerly, until every worker has come here."""
@@ -201,6 +238,19 @@ def _carrier(
         return tensor, tf.identity
     carrier = tf.float32 if dtype.is_floating else tf.int64
     return tf.cast(tensor, carrier), lambda carried: tf.cast(carried, dtype)
+
+
+def unmoved(
+    tensor: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Return a tensor that can be reshaped where it is, and the way back.
+
+    TensorFlow takes int32 for shapes, and reshapes and slices it in the host's memory,
+    where a worker computes on a GPU, too. The same bits as float32 stay there.
+    """
+    if tensor.dtype != tf.int32:
+        return tensor, lambda same: same
+    return tf.bitcast(tensor, tf.float32), lambda bits: tf.bitcast(bits, tf.int32)
 
 
 def to_words(tensor: tf.Tensor) -> tf.Tensor:

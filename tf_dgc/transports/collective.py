@@ -6,6 +6,7 @@ service and the collective runtime. Its gradient path is not used.
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.transports import base, rendezvous
 from tf_dgc.transports.turnstile import Turnstile
-from tf_dgc.transports.watchdog import Watchdog, complaint
+from tf_dgc.transports.watchdog import STEP, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -33,6 +34,29 @@ _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
 # How the service on worker 0 names workers that are stopped or cut off.
 _SILENT = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
 _REDUCED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def implementation() -> tf.distribute.experimental.CommunicationImplementation:
+    """Return what TF_DGC_COLLECTIVES names, by which TensorFlow's collectives run.
+
+    Raises:
+        ValueError: it is none of their names, or NCCL and no GPU is visible.
+    """
+    known = tf.distribute.experimental.CommunicationImplementation
+    text = os.environ.get("TF_DGC_COLLECTIVES") or known.AUTO.value
+    names = [each.value for each in known]
+    if text.upper() not in names:
+        raise ValueError(
+            "The environment variable TF_DGC_COLLECTIVES must be one of "
+            f"{', '.join(names)}. Received: TF_DGC_COLLECTIVES={text!r}"
+        )
+    found = known(text.upper())
+    if found == known.NCCL and not tf.config.get_visible_devices("GPU"):
+        raise ValueError(
+            "NCCL carries tensors between GPUs, and this worker sees none. Received: "
+            f"TF_DGC_COLLECTIVES={text!r}. Use RING, or AUTO on all workers"
+        )
+    return found
 
 
 class CollectiveTransport(base.Transport):
@@ -65,12 +89,15 @@ class CollectiveTransport(base.Transport):
         Raises:
             RuntimeError: TensorFlow has already run operations.
             TimeoutError: a worker did not come; the message names it.
-            ValueError: TF_CONFIG is no cluster of workers.
+            ValueError: TF_CONFIG is no cluster of workers, or TF_DGC_COLLECTIVES is
+                wrong.
         """
+        found = implementation()
+        self._hint = found.value.lower()
         self.timeout = base.default_timeout() if timeout is None else timeout
         if addresses is None or rank is None:
             addresses, rank = rendezvous.read_tf_config(os.environ.get("TF_CONFIG", ""))
-        if _host.tensorflow_has_started():
+        if _host.tensorflow.tensorflow_has_started():
             raise RuntimeError(
                 "TensorFlow has already run operations in this process, too late to "
                 "start its collectives. Create the strategy before any other "
@@ -81,8 +108,8 @@ class CollectiveTransport(base.Transport):
         local = [i for i, host in enumerate(hosts) if host == hosts[rank]]
         base.claim_gpu(local.index(rank), len(local))
         rendezvous.wait_for_peers(addresses, rank, self.timeout)
-        _host.configure_coordination(len(addresses), self.timeout)
-        with _host.kept_sigterm():
+        _host.tensorflow.configure_coordination(len(addresses), self.timeout)
+        with _host.tensorflow.kept_sigterm():
             self._strategy = tf.distribute.MultiWorkerMirroredStrategy(
                 tf.distribute.cluster_resolver.SimpleClusterResolver(
                     tf.train.ClusterSpec({"worker": list(addresses)}),
@@ -90,29 +117,33 @@ class CollectiveTransport(base.Transport):
                     task_id=rank,
                     num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
                     rpc_layer="grpc",
-                )
+                ),
+                tf.distribute.experimental.CommunicationOptions(implementation=found),
             )
         self.device = self._strategy.extended.worker_devices[0]
         with tf.init_scope(), tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
         self._turnstile = Turnstile()
-        self._addresses = list(addresses)
-        Watchdog(self._turnstile.calls, self.timeout, self._abort)
+        self.addresses = list(addresses)
+        self._places: dict[int, str] = {}  # where workers wait, and in which call
+        self._waits = -1
+        Watchdog(self._turnstile.calls, self.timeout, self._abort, self._in_vain)
         atexit.register(self._leave)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
         with tf.device(self.device):
-            return base.fuse(tensors, self._reduce)
+            return base.fuse(tensors, functools.partial(self._reduce, name=name))
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Gather a tensor from each worker."""
         with tf.device(self.device):
-            flat = tf.reshape(tensor, [-1])
+            bits, restore = base.unmoved(tensor)
+            flat = tf.reshape(bits, [-1])
             if maybe_empty := not tensor.shape.num_elements():
                 # TensorFlow 2.21 dies in CollectiveGatherV2 of nothing.
                 flat = tf.pad(flat, [[0, 1]])
-            with self._turnstile.entered(flat) as leave:
+            with self._turnstile.entered(flat, name) as leave:
                 gathered = leave(
                     tf.raw_ops.CollectiveGatherV2(
                         input=flat, **self._arguments(flat, 0)
@@ -123,6 +154,7 @@ class CollectiveTransport(base.Transport):
                 rows[:, :-1] if maybe_empty else rows,
                 tf.concat([[self.size], tf.shape(tensor)], axis=0),
             )
+            result = restore(result)
         result.set_shape([self.size, *tensor.shape])
         return result
 
@@ -133,12 +165,14 @@ class CollectiveTransport(base.Transport):
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(tf.errors.OpError):
-            _host.publish(f"tf_dgc/done/{self.rank}")
+            _host.tensorflow.publish(f"tf_dgc/done/{self.rank}")
             # Rank 0 has the service, and leaves after those who look into it.
             what, first = ("done", 0) if self.rank else ("seen", 1)
             for peer in range(first, self.size):
-                _host.wait_for_key(f"tf_dgc/{what}/{peer}", deadline - time.monotonic())
-            _host.publish(f"tf_dgc/seen/{self.rank}")
+                _host.tensorflow.wait_for_key(
+                    f"tf_dgc/{what}/{peer}", deadline - time.monotonic()
+                )
+            _host.tensorflow.publish(f"tf_dgc/seen/{self.rank}")
 
     def _tell(self, error: BaseException) -> None:
         """Tell the user who is missing, and the others what this worker died of."""
@@ -147,23 +181,47 @@ class CollectiveTransport(base.Transport):
         time.sleep(_TELL_SECONDS)
         text = f"{type(error).__name__}: {error}"[:_TOLD_CHARACTERS]
         with contextlib.suppress(tf.errors.OpError):
-            _host.report_failure(f"Worker {self.rank} failed: {text}")
+            _host.tensorflow.report_failure(f"Worker {self.rank} failed: {text}")
 
     def _missing(self, error: str = "") -> str:
         """Say which other workers do not answer now, or did not by an error's text."""
-        gone = set(rendezvous.unreachable(self._addresses, self.rank))
+        gone = set(rendezvous.unreachable(self.addresses, self.rank))
         for tasks in _SILENT.findall(error):
             gone |= {int(task) for task in re.findall(r"/task:(\d+)", tasks)}
         if self.rank and "CoordinationService/" in error:
             gone.add(0)  # which has that service; TensorFlow does not say so
-        named = ", ".join(f"{peer} ({self._addresses[peer]})" for peer in sorted(gone))
+        named = ", ".join(f"{peer} ({self.addresses[peer]})" for peer in sorted(gone))
         return f" No longer reachable: worker {named}." if gone else ""
 
     def _abort(self) -> None:
-        _host.abort_collectives(complaint(self.rank, self.timeout) + self._missing())
+        self._places.setdefault(self.rank, self._turnstile.place or STEP)
+        text = complaint(self.rank, self.timeout, self._places)
+        _host.tensorflow.abort_collectives(text + self._missing())
 
-    def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
-        with self._turnstile.entered(vector) as leave:
+    def _in_vain(self, calls: int) -> bool:
+        """Tell the others where this worker waits, and whether one waits elsewhere.
+
+        What all do is the same, so that those who wait have made as many calls. Where
+        one is in a graph its names are not known here, and all wait out the time.
+        """
+        key = f"tf_dgc/waits/{calls}"
+        own = self._turnstile.place or STEP
+        if int(self._turnstile.calls.numpy()) != calls:
+            return False  # it went on meanwhile
+        if own != self._places.get(self.rank) or self._waits != calls:
+            self._places, self._waits = {self.rank: own}, calls
+            with contextlib.suppress(tf.errors.OpError):
+                _host.tensorflow.publish(f"{key}/{self.rank}", own)
+        for peer in set(range(self.size)) - self._places.keys():
+            with contextlib.suppress(tf.errors.OpError):
+                self._places[peer] = _host.tensorflow.wait_for_key(
+                    f"{key}/{peer}", 0.001
+                )
+        elsewhere = len(set(self._places.values()) - {STEP}) > 1
+        return elsewhere and int(self._turnstile.calls.numpy()) == calls
+
+    def _reduce(self, vector: tf.Tensor, name: str) -> tf.Tensor:
+        with self._turnstile.entered(vector, name) as leave:
             return leave(
                 tf.raw_ops.CollectiveReduceV2(
                     input=vector,
@@ -181,5 +239,5 @@ class CollectiveTransport(base.Transport):
                 "group_key": tf.constant(group),
                 "instance_key": tf.size(vector),
                 "ordering_token": [self._order.handle],
-                "communication_hint": "auto",
+                "communication_hint": self._hint,
             }

@@ -31,18 +31,40 @@ def agree(transport: Transport, subject: str, record: Mapping[str, object]) -> N
     digests = transport.all_gather(digest, "agree.digest").numpy()
     if (digests == digests[0]).all():
         return
-    for rank, (_, length) in enumerate(digests):
+    records = _gathered(transport, subject, text, digests[:, 1])
+    raise ValueError(
+        f"All workers must have the same {subject}. " + _differences(records)
+    )
+
+
+def tell(
+    transport: Transport, subject: str, record: Mapping[str, object]
+) -> list[dict[str, Any]]:
+    """Return the records of all workers, by rank, eagerly; arguments as of `agree`.
+
+    Raises:
+        ValueError: what a worker told is damaged.
+    """
+    text = json.dumps(record).encode()
+    length = tf.constant(len(text), tf.int64)
+    lengths = transport.all_gather(length, "tell.length").numpy()
+    return _gathered(transport, subject, text, lengths)
+
+
+def _gathered(
+    transport: Transport, subject: str, text: bytes, lengths: Any
+) -> list[dict[str, Any]]:
+    """Gather objects of JSON, of as many bytes as each worker has told."""
+    for rank, length in enumerate(lengths):
         check_length(int(length), f"What rank {rank} tells of its {subject}")
     octets = tf.constant(list(text), tf.uint8)
     gathered = transport.all_gather_ragged(octets, "agree.record").numpy().tobytes()
     records, start = [], 0
-    for rank, (_, length) in enumerate(digests):
+    for rank, length in enumerate(lengths):
         what = f"What rank {rank} tells of its {subject}"
         records.append(read_object(gathered[start : start + length], what))
         start += length
-    raise ValueError(
-        f"All workers must have the same {subject}. " + _differences(records)
-    )
+    return records
 
 
 def check_length(length: int, what: str) -> None:

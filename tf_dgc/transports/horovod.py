@@ -9,14 +9,40 @@ from typing import Any, Self
 
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.transports import base
+from tf_dgc.transports.schedulers import SRUN_SIZE
 from tf_dgc.transports.turnstile import Turnstile
-from tf_dgc.transports.watchdog import Watchdog, complaint
+from tf_dgc.transports.watchdog import STEP, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
 # What Open MPI, MPICH and Slurm's PMI tell each process.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def import_horovod() -> Any:
+    """Return `horovod.tensorflow`, which may not have been started.
+
+    Raises:
+        ImportError: Horovod is not installed, or was built against another TensorFlow.
+    """
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise ImportError(
+            "This transport needs Horovod, built against the installed TensorFlow: "
+            f"run scripts/install_horovod.sh. Importing it failed: {error}"
+        ) from error
+    return hvd
+
+
+def has_mpi() -> bool:
+    """Tell whether there is a Horovod, and it was built with MPI."""
+    try:
+        return bool(import_horovod().mpi_built())
+    except ImportError:
+        return False
 
 
 def initialize(timeout: float) -> tuple[int, int]:
@@ -34,17 +60,11 @@ def initialize(timeout: float) -> tuple[int, int]:
     """
     # Read by Horovod when it starts; what the user has set stays.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(timeout) or 1))
-    try:
-        import horovod.tensorflow as hvd
-    except ImportError as error:
-        raise ImportError(
-            "This transport needs Horovod, built against the installed TensorFlow: "
-            f"run scripts/install_horovod.sh. Importing it failed: {error}"
-        ) from error
+    hvd = import_horovod()
     hvd.init()
     # Built without MPI it takes each process that mpirun starts for a job of its own.
     if hvd.size() == 1 and not os.environ.get("HOROVOD_SIZE"):
-        for name in MPI_SIZES:
+        for name in (*MPI_SIZES, SRUN_SIZE):
             if (size := os.environ.get(name) or "1") != "1":
                 raise RuntimeError(
                     "Horovod must see as many workers as the launcher started. "
@@ -55,6 +75,26 @@ def initialize(timeout: float) -> tuple[int, int]:
                 )
     base.claim_gpu(hvd.local_rank(), hvd.local_size())
     return hvd.rank(), hvd.size()
+
+
+def wire_device(hvd: Any, device: str) -> str:
+    """Return where Horovod's operations are to run, of a worker that computes there.
+
+    Only one that was built for GPUs has operations on them. Another one's are put on
+    the host by name, so that this is no matter of TensorFlow's soft placement.
+
+    Args:
+        hvd: `horovod.tensorflow`.
+        device: of the worker.
+    """
+    if "GPU" not in device or hvd.nccl_built():
+        return device
+    _logger.info(
+        "Horovod was built without NCCL: what it carries is copied from the GPU to the "
+        "host and back, with DGC and hybrid transport the messages only. "
+        "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh builds it with"
+    )
+    return "/device:CPU:0"
 
 
 class HorovodTransport(base.Transport):
@@ -79,6 +119,7 @@ class HorovodTransport(base.Transport):
         self._worlds = 0  # seen so far
         initialize(self.timeout)
         self.device = base.default_device()
+        self._wire = wire_device(import_horovod(), self.device)
         with tf.init_scope(), tf.device("CPU:0"):
             self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
             self._world = tf.Variable(0, trainable=False, name="tf_dgc_world")
@@ -102,10 +143,25 @@ class HorovodTransport(base.Transport):
         self._world.assign(self._worlds)
         self._begin()
 
+    def start_again(self) -> None:
+        """Start Horovod after `shutdown`, and go on.
+
+        Raises:
+            RuntimeError: as when it was started first.
+        """
+        initialize(self.timeout)
+        self.restart()
+
+    def shutdown(self) -> None:
+        """End Horovod, on all workers; what would meet the others then fails."""
+        self._watchdog.end()
+        import_horovod().shutdown()
+
     def _abort(self) -> None:
         import horovod.tensorflow as hvd
 
-        _logger.error(complaint(self.rank, self.timeout))
+        places = {self.rank: self._turnstile.place or STEP}
+        _logger.error(complaint(self.rank, self.timeout, places))
         hvd.shutdown()  # fails what waits, on all workers
 
     def within(self, process_set: Any) -> Self:
@@ -128,9 +184,10 @@ class HorovodTransport(base.Transport):
             unique = f"HorovodAllreduce.tf_dgc.{name}.{vector.dtype.name}"
             options = {"name": unique, "ignore_name_scope": True, **self._among}
             operation = functools.partial(hvd.allreduce, op=hvd.Sum, **options)
-            return self._call(unique, operation, vector)
+            with self._turnstile.at(name):
+                return self._call(unique, operation, vector)
 
-        with tf.device(self.device):
+        with tf.device(self._wire):
             return base.fuse(tensors, reduce)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -140,11 +197,13 @@ class HorovodTransport(base.Transport):
         unique = f"HorovodAllgather.tf_dgc.{name}"
         options = {"name": unique, "ignore_name_scope": True, **self._among}
         operation = functools.partial(hvd.allgather, **options)
-        with tf.device(self.device):
-            gathered = self._call(unique, operation, tf.reshape(tensor, [-1]))
-            result = tf.reshape(
-                gathered, tf.concat([[self.size], tf.shape(tensor)], axis=0)
-            )
+        with tf.device(self._wire):
+            bits, restore = base.unmoved(tensor)
+            with self._turnstile.at(name):
+                flat = tf.reshape(bits, [-1])
+                gathered = self._call(unique, operation, flat)
+            shape = tf.concat([[self.size], tf.shape(tensor)], axis=0)
+            result = restore(tf.reshape(gathered, shape))
         result.set_shape([self.size, *tensor.shape])
         return result
 
@@ -153,15 +212,21 @@ class HorovodTransport(base.Transport):
     ) -> tf.Tensor:
         """Make a collective of a vector, by the same name eagerly and in a graph.
 
-        Horovod matches operations by name, and those that run eagerly have none. Its
+        Horovod matches operations by name, and those that run eagerly have none; those
+        of functions that are inlined where they are called get another one. Its
         `elastic.run` knows its own errors by names that begin so.
         """
 
         def call(vector: tf.Tensor) -> tf.Tensor:
             vector = self._flat(vector)
-            with self._turnstile.entered(vector) as leave:
+            with self._turnstile.entered(vector, name) as leave:
                 return leave(operation(vector))
 
+        key = name, vector.dtype
+        if key not in self._functions:
+            any_length = [tf.TensorSpec([None], vector.dtype)]
+            with tf.init_scope(), tf.device(self.device):
+                self._functions[key] = _host.tensorflow.not_inlined(call, any_length)
         if not tf.executing_eagerly():
             world = tf.debugging.Assert(
                 self._world.read_value() == self._worlds,
@@ -171,12 +236,7 @@ class HorovodTransport(base.Transport):
                 ],
             )
             with tf.control_dependencies([world]):
-                return call(vector)
-        key = name, vector.dtype
-        if key not in self._functions:
-            any_length = [tf.TensorSpec([None], vector.dtype)]
-            traced = tf.function(call, any_length, autograph=False)
-            self._functions[key] = traced.get_concrete_function()
+                return self._functions[key](vector)
         return self._functions[key](vector)
 
     def _flat(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -40,14 +40,14 @@ class HybridTransport(base.Transport):
         obstacle = (
             "TensorFlow has already run operations; create the strategy before any "
             "other TensorFlow or Keras call"
-            if _host.tensorflow_has_started()
+            if _host.tensorflow.tensorflow_has_started()
             else ""
         )
         addresses = rendezvous.exchange_addresses(rank, size, obstacle, timeout)
         self._dense = CollectiveTransport(addresses, rank, timeout=timeout)
         self._sparse = HorovodTransport(timeout=timeout)
         self.timeout, self.rank, self.size = timeout, rank, size
-        self.device = self._dense.device
+        self.device, self.addresses = self._dense.device, addresses
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers by TensorFlow's collectives."""
@@ -55,5 +55,4 @@ class HybridTransport(base.Transport):
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Gather a tensor from each worker by Horovod."""
-        with tf.device(self.device):
-            return self._sparse.all_gather(tensor, name)
+        return self._sparse.all_gather(tensor, name)

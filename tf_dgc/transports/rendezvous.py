@@ -17,6 +17,7 @@ _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(
     rf"({_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\]):([0-9]{{1,5}})"
 )
+_EVALUATOR = "evaluator"
 _MAX_HOST = 255  # characters
 _MAX_TEXT = 4096  # bytes that are read of what a worker told the store
 _POLL_SECONDS = 0.05
@@ -31,11 +32,12 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
     """Read the value of TF_CONFIG.
 
     Args:
-        text: JSON with `cluster` (jobs "worker" and, before it, "chief") and `task`.
+        text: JSON with `cluster` (jobs "worker" and, before it, "chief") and `task`, as
+            Kubeflow's TFJob writes it: evaluators may be there, and are no workers.
 
     Returns:
         The address of each worker in the order of rank, and this worker's rank. The
-        addresses are empty where there is no cluster.
+        addresses are empty where there is no cluster, and for an evaluator.
 
     Raises:
         ValueError: it is not JSON, or no cluster of workers only.
@@ -55,11 +57,12 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
         ) from error
     if not jobs:
         return [], 0
-    if set(jobs) - {"chief", "worker"}:
+    if place[0] == _EVALUATOR:
+        return [], 0
+    if set(jobs) - {"chief", "worker", _EVALUATOR}:
         raise ValueError(
-            "TF_CONFIG must have no jobs but `chief` and `worker`: there are no "
-            f"parameter servers here, and evaluators run as jobs of their own. "
-            f"Received: jobs {sorted(jobs)}"
+            "TF_CONFIG must have no jobs but `chief`, `worker` and `evaluator`: there "
+            f"are no parameter servers here. Received: jobs {sorted(jobs)}"
         )
     order = [
         (job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, [])))
@@ -72,6 +75,13 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
             f"`cluster`. Received: task={task!r}, cluster={cluster!r}"
         )
     return addresses, order.index(place)
+
+
+def is_evaluator(text: str) -> bool:
+    """Tell whether a TF_CONFIG that `read_tf_config` has read is of an evaluator."""
+    return bool(text.strip()) and (
+        (json.loads(text).get("task") or {}).get("type") == _EVALUATOR
+    )
 
 
 def check_address(address: str) -> tuple[str, int]:

@@ -14,7 +14,10 @@ class Turnstile:
 
     Attributes:
         calls: shape [], int64, odd while this worker is inside a collective.
+        place: the name of the collective that it is in eagerly; None in a graph.
     """
+
+    place: str | None = None
 
     def __init__(self) -> None:
         """Create the counter. This starts TensorFlow."""
@@ -24,11 +27,14 @@ class Turnstile:
             )
 
     @contextlib.contextmanager
-    def entered(self, tensor: tf.Tensor) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
+    def entered(
+        self, tensor: tf.Tensor, name: str
+    ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
         """Count the operations made inside as one collective.
 
         Args:
             tensor: what the collective waits for before it starts.
+            name: of the collective, the same on every worker.
 
         Yields:
             A function that takes the collective's result and returns it, counted.
@@ -42,8 +48,20 @@ class Turnstile:
             with _after(left):
                 return tf.identity(result)
 
-        with _after(enter):
+        with self.at(name), _after(enter):
             yield leave
+
+    @contextlib.contextmanager
+    def at(self, name: str) -> Iterator[None]:
+        """Let `place` be a name for a while, eagerly."""
+        if not tf.executing_eagerly():
+            yield
+            return
+        self.place = name
+        try:
+            yield
+        finally:
+            self.place = None
 
 
 def _after(

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -34,7 +34,11 @@ class Watchdog:
     """Calls `abort` once a collective is not left within the timeout."""
 
     def __init__(
-        self, calls: tf.Variable, timeout: float, abort: Callable[[], None]
+        self,
+        calls: tf.Variable,
+        timeout: float,
+        abort: Callable[[], None],
+        in_vain: Callable[[int], bool] = lambda calls: False,
     ) -> None:
         """Start the watching thread.
 
@@ -42,8 +46,10 @@ class Watchdog:
             calls: of a `Turnstile`.
             timeout: seconds.
             abort: makes the waiting collective fail; called once, in the thread.
+            in_vain: tells, of the number of `calls`, whether to wait is of no use.
         """
         self._calls, self._timeout, self._abort = calls, timeout, abort
+        self._in_vain = in_vain
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -57,7 +63,7 @@ class Watchdog:
             now = int(self._calls.numpy())
             if now != calls or now % 2 == 0:
                 calls, since = now, time.monotonic()
-            elif time.monotonic() - since > self._timeout:
+            elif time.monotonic() - since > self._timeout or self._in_vain(now):
                 waiting = _main_thread()
                 threading.Thread(target=self._abort, daemon=True).start()
                 self._exit_unless_moved(waiting)
@@ -85,12 +91,42 @@ def _main_thread() -> tuple[Any, int]:
     return frame, frame.f_lasti
 
 
-def complaint(rank: int, timeout: float) -> str:
-    """Say what happened, for the error that `abort` causes."""
+STEP = "a step"  # in the place of names of collectives, where these are in a graph
+_PLACES = {
+    "agree.digest": "the comparing of what must be equal, as data or variables",
+    "barrier": "a barrier, or behind a callback that writes",
+    "metric": "the reading of a metric",
+    "variable": "the making of a variable",
+    STEP: STEP,
+}
+
+
+def complaint(rank: int, timeout: float, places: Mapping[int, str]) -> str:
+    """Say what happened, for the error that `abort` causes.
+
+    Args:
+        rank: of this worker.
+        timeout: seconds.
+        places: names of the collectives in which workers wait, as far as known.
+    """
+    waiting = "; ".join(
+        f"worker {each} in {_PLACES.get(name, repr(name))}"
+        for each, name in sorted(places.items())
+    )
+    vain = len(set(places.values())) > 1
+    begin = (
+        f"Worker {rank} waits in vain"
+        if vain
+        else f"Worker {rank} has waited for more than {timeout:g} s"
+    )
+    metric = "metric" in places.values()
     return (
-        f"Worker {rank} has waited for more than {timeout:g} s in a collective that "
-        "not all workers entered. Do all workers run the same script on the same "
-        "number of batches? TF_DGC_TIMEOUT sets the time."
+        f"{begin} in a collective that not all workers entered. Waiting: {waiting}. "
+        + "All workers must read metrics together: call `result()` on all, and print "
+        "on the chief. "
+        * metric
+        + "Do all workers run the same script on the same number of batches? "
+        "TF_DGC_TIMEOUT sets the time."
     )
 
 

@@ -1,0 +1,187 @@
+"""Whatever a Keras user does gives on N workers what it gives on one.
+
+Each feature meets each strategy on several workers, and each place; the others of their
+product run by -m slow. A job of `pool.py` runs all that has the same place.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import features
+import numpy as np
+import pool
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+# float16 rounds what is summed, and sums in another order on N workers.
+TOLERANCE = {"mixed_precision": 2e-3}
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+# Transport and number of workers.
+ALONE = ("local", 1)
+PAIRS = (("collective", 2), ("horovod", 2), ("hybrid", 2))
+FOUR = ("collective", 4)
+PLACES = (ALONE, *PAIRS, FOUR)
+# Three cannot share batches of 16 evenly: not all train there, and none as one does.
+THREES = (("collective", 3), ("horovod", 3))
+FEW = (
+    "adam",
+    "batch_norm_and_dropout",
+    "data_that_end_early_on_some_workers",
+    "data_that_end_early_within_an_execution",
+    "embedding",
+    "evaluate_and_predict",
+    "gradient_accumulation",
+    "state_saved_in_the_midst_of_an_epoch",
+    "steps_per_execution",
+    "two_optimizers",
+)
+# With a period of one, and an optimizer that is linear, averaging is dense training.
+LINEAR = (
+    "sgd",
+    "nesterov",
+    "sgd_without_momentum",
+    "weight_decay_and_average",
+    "steps_per_execution",
+    "gradient_accumulation",
+    "mixed_precision",
+    "eager",
+    "regularized",
+    "evaluate_and_predict",
+)
+# Strategies that compute what one worker does.
+EQUAL = ("dense", "dgc_dense", "averaging_every_step")
+# What need not make progress in so short a time. The learning rate of loss_scaling is
+# next to nothing; a tenth of a change is sent, with momentum: it overshoots.
+UNSTEADY = {
+    "dgc": {"loss_scaling"},
+    "averaging": {"loss_scaling"},
+    "averaging_by_all_means": {*features.FEATURES}
+    - {"adam", "two_optimizers", "custom_loop"},
+}
+
+Case = tuple[str, tuple[str, int], str]  # strategy, place, feature
+
+
+def names_of(strategy: str) -> Iterable[str]:
+    return LINEAR if strategy == "averaging_every_step" else features.FEATURES
+
+
+def pairs() -> Iterator[Case]:
+    """Yield cases in which each feature meets each strategy, and each place."""
+    strategies = [name for name in features.STRATEGIES if name != "none"]
+    others = [name for name in strategies if name not in EQUAL]
+    for i, name in enumerate(features.FEATURES):
+        # The first two of EQUAL leave one of their places to one of the others.
+        turn = i % 3 + i // 3
+        for number, strategy in enumerate(EQUAL):
+            if name in names_of(strategy):
+                yield strategy, PAIRS[(turn + number) % 3], name
+        for number, strategy in enumerate(others):
+            place = (PAIRS[(turn + 2) % 3], FOUR, PAIRS[i // 3 % 3])[(i + number) % 3]
+            yield strategy, place, name
+        alone = strategies[i % len(strategies)]
+        yield (alone if name in names_of(alone) else "dense"), ALONE, name
+
+
+def product() -> Iterator[Case]:
+    for strategy in features.STRATEGIES:
+        if strategy != "none":
+            for place in PLACES:
+                yield from ((strategy, place, name) for name in names_of(strategy))
+            if strategy not in EQUAL:
+                yield from ((strategy, place, name) for place in THREES for name in FEW)
+
+
+def named(cases: Iterable[Case]) -> Any:
+    """Return them in the order of places, so that few jobs live at a time."""
+    order = sorted(set(cases), key=lambda case: (case[1], case[0]))
+    return parameterized.named_parameters(
+        *((f"{s}_{place[0]}_{place[1]}_{f}", s, place, f) for s, place, f in order)
+    )
+
+
+@functools.cache
+def one_worker(name: str) -> dict[str, Any]:
+    """Return what plain Keras does, without this package's strategies."""
+    arguments = {"strategy": "none", "transport": "local", "name": name}
+    (found,) = pool.run("local", 1, "features", "found", timeout=300, **arguments)
+    return dict(found["figures"])
+
+
+class Features(parameterized.TestCase, tf.test.TestCase):
+    __test__ = False
+
+    def check(self, strategy: str, place: tuple[str, int], name: str) -> None:
+        transport, workers = place
+        arguments = {"strategy": strategy, "transport": transport, "name": name}
+        found = pool.run(*place, "features", "found", timeout=300, **arguments)
+        self.assertEqual([each["rank"] for each in found], list(range(workers)))
+        self.assertEqual({each["transport"] for each in found}, {transport})
+        figures = [each["figures"] for each in found]
+        self.assertLen({own.get("crc") for own in figures}, 1, "weights differ")
+        for rank, own in enumerate(figures):
+            self.assertTrue(own.get("continued", True))
+            if strategy in EQUAL:
+                self.assert_like_one_worker(own, name, f"rank {rank}")
+            else:
+                steady = name not in UNSTEADY.get(strategy, {"loss_scaling"})
+                self.assert_training(own.get("history", {}).get("loss", []), steady)
+
+    def assert_like_one_worker(self, own: Any, name: str, who: str) -> None:
+        tolerance, expected = TOLERANCE.get(name, 1e-5), one_worker(name)
+        self.assertEqual(own.keys(), expected.keys())
+        for key in expected.keys() - {"crc"}:
+            self.assertAllClose(
+                own[key], expected[key], tolerance, tolerance, msg=f"{who}, {key}"
+            )
+
+    def assert_training(self, loss: list[float], steady: bool) -> None:
+        self.assertTrue(np.isfinite(loss).all())
+        if len(loss) > 1 and steady:
+            self.assertLess(loss[-1], loss[0])
+
+
+class PairsTest(Features):
+    """Weights are the same bits on all workers, and training goes as it should."""
+
+    __test__ = True
+
+    @named(pairs())
+    def test_n_workers_train_alike(
+        self, strategy: str, place: tuple[str, int], name: str
+    ) -> None:
+        self.check(strategy, place, name)
+
+
+@pytest.mark.slow
+class ProductTest(Features):
+    __test__ = True
+
+    @named({*product()} - {*pairs()})
+    def test_n_workers_train_alike(
+        self, strategy: str, place: tuple[str, int], name: str
+    ) -> None:
+        self.check(strategy, place, name)
+
+
+class ChoiceTest(parameterized.TestCase):
+    """What runs by default."""
+
+    @parameterized.parameters(*features.FEATURES)
+    def test_each_feature_meets_each_strategy_and_each_place(self, name: str) -> None:
+        own = [(strategy, place) for strategy, place, each in pairs() if each == name]
+        expected = {
+            s for s in features.STRATEGIES if s != "none" and name in names_of(s)
+        }
+        self.assertEqual({s for s, place in own if place != ALONE}, expected)
+        self.assertEqual({place for _, place in own}, {*PLACES})
+        self.assertContainsSubset(own, [case[:2] for case in product()])
+
+    def test_each_strategy_meets_each_place(self) -> None:
+        for strategy in {strategy for strategy, _, _ in pairs()}:
+            met = {place for each, place, _ in pairs() if each == strategy}
+            self.assertContainsSubset((ALONE, *PAIRS), met, strategy)
+            self.assertEqual(FOUR in met, strategy not in EQUAL)

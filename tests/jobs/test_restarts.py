@@ -1,0 +1,61 @@
+"""A job that is killed at any step, and started again by `tf-dgc-run --restarts`."""
+
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Sequence
+from typing import Any
+
+import launch
+import pytest
+
+SCRIPT = str(launch.ROOT / "tests" / "jobs" / "restarted.py")
+FREQ, STEPS = 50, 300
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+class RestartsTest(unittest.TestCase):
+    def run_job(
+        self, *kills: int, chosen: Sequence[str] = ("dgc", "--sparsity", "0.9")
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return what the workers tell at the end, and the steps that were taken."""
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        own = ["-n", "2", "--restarts", str(len(kills)), "--strategy", *chosen]
+        done = subprocess.run(
+            [sys.executable, "-m", "tf_dgc.run", *own, SCRIPT, folder, str(FREQ)]
+            + [str(step) for step in kills],
+            env=launch.worker_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=1500,
+        )
+        found = launch.results(done)
+        self.assertEqual([each["attempt"] for each in found], [len(kills)] * 2)
+        steps = pathlib.Path(folder, "steps-1").read_text().splitlines()
+        return found, len(steps)
+
+    def assert_same(self, kills: Sequence[int], **options: Any) -> None:
+        expected, steps = self.run_job(**options)
+        self.assertEqual(steps, STEPS)
+        found, steps = self.run_job(*kills, **options)
+        for one, two in zip(found, expected, strict=True):
+            self.assertEqual((one["crc"], one["loss"]), (two["crc"], two["loss"]))
+        # A backup that is being written when the kill comes does not count.
+        self.assertLessEqual(steps, STEPS + 2 * FREQ * len(kills))
+
+    def test_a_killed_job_ends_as_one_that_was_not(self) -> None:
+        self.assert_same([130])
+
+    @pytest.mark.slow
+    def test_killed_at_twenty_random_steps(self) -> None:
+        draw = random.Random(1)
+        self.assert_same([draw.randrange(10, 90) for _ in range(20)])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,372 @@
+"""Tests of the predictions, of what they are made of, and of the command line."""
+
+import argparse
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+import types
+from typing import Any
+from unittest import mock
+
+import bench_network
+import keras
+import tensorflow as tf
+from ledgers import compressing, exchange
+from loopback import OWNER, Loopback, run_workers
+
+from tf_dgc.compression import dgc
+from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.exchanges import Dense, Ledger
+from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.lab import advise, measure, rates
+from tf_dgc.lab.advise import Network, Prediction, Traffic
+from tf_dgc.lab.measure import Measured
+from tf_dgc.strategies.averaging import ParameterAveragingStrategy
+
+SHAPES = [(100, 64), (64,), (64, 50), (3, 5)]
+MEASURED = Measured(
+    dense=1.0,
+    compressed=1.5,
+    uncompressed=1.25,
+    message=0.1,
+    round=0.5,
+)
+
+
+def variables() -> list[tf.Variable]:
+    return [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+
+
+def small() -> keras.Model:
+    """A model that is not compiled, with moving statistics."""
+    layers = [keras.layers.Dense(64), keras.layers.BatchNormalization()]
+    return keras.Sequential([keras.Input((100,)), *layers, keras.layers.Dense(50)])
+
+
+def compiled() -> keras.Model:
+    """A model of several inputs and outputs, with its own losses."""
+    a, b = keras.Input((8,), name="a"), keras.Input((2,), name="b", dtype="int32")
+    words = keras.layers.Flatten()(keras.layers.Embedding(9, 4)(b))
+    y, z = keras.layers.Dense(3, name="y"), keras.layers.Dense(1, name="z")
+    outputs = {"y": y(a), "z": z(words)}
+    model = keras.Model({"a": a, "b": b}, outputs)
+    losses = {"y": keras.losses.SparseCategoricalCrossentropy(True), "z": "mse"}
+    faster = {"jit_compile": True, "steps_per_execution": 8}
+    model.compile("adam", losses, metrics={"y": ["accuracy"]}, **faster)
+    return model
+
+
+def unbuilt() -> keras.Model:
+    """A model that knows no shapes."""
+    return keras.Sequential([keras.layers.Dense(3)])
+
+
+def unknown() -> keras.Model:
+    """A model of inputs of any length."""
+    inputs = keras.Input((None, 3))
+    return keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(inputs))
+
+
+def nothing() -> None:
+    """No model."""
+
+
+def faulty() -> None:
+    """A function with a fault of its own."""
+    raise ValueError("a fault")
+
+
+class RatesTest(tf.test.TestCase):
+    def test_rates(self) -> None:
+        for rate, bits in (("1gbit", 1e9), ("2.5mbit", 2.5e6), ("800kbit", 8e5)):
+            self.assertEqual(rates.bits_per_second(rate), bits)
+
+    def test_what_is_no_rate(self) -> None:
+        for rate in ("", "0mbit", "1", "1 gbit", "-1gbit", "1Gbps"):
+            with self.assertRaisesRegex(ValueError, f"`link` must.*link='{rate}'"):
+                rates.bits_per_second(rate, "link")
+
+
+class FormulaTest(tf.test.TestCase):
+    def test_ring_all_reduce(self) -> None:
+        exchange = Traffic(reduced=8e6, gathered=0, reductions=1, gatherings=0)
+        self.assertEqual(exchange.wire_bytes(1), 0)
+        self.assertEqual(exchange.wire_bytes(2), 8e6)
+        self.assertEqual(exchange.wire_bytes(4), 12e6)
+        network = Network(bandwidth=96e6, latency=0.01)
+        self.assertEqual(exchange.seconds(1, network), 0)
+        self.assertAllClose(exchange.seconds(4, network), 1.0 + 6 * 0.01)
+
+    def test_ring_all_gather(self) -> None:
+        exchange = Traffic(reduced=0, gathered=1e6, reductions=0, gatherings=1)
+        self.assertEqual(exchange.wire_bytes(1), 0)
+        self.assertEqual(exchange.wire_bytes(4), 3e6)
+        network = Network(bandwidth=24e6, latency=0.01)
+        self.assertAllClose(exchange.seconds(4, network), 1.0 + 3 * 0.01)
+
+    def test_prediction(self) -> None:
+        # 25,856 bytes of tensors, of which 316 are small.
+        config = DGCConfig(sparsity=0.99, min_elements=100)
+        tensors = measure.tensors_of(variables(), config, [tf.zeros([100])])
+        self.assertEqual(tensors.gradient_bytes, 4 * (6400 + 64 + 3200 + 15))
+        self.assertEqual(tensors.rest_bytes, 4 * (64 + 15))
+        size = message_format(tensors.layout, 0.99, config, 4).bytes
+        self.assertGreater(size, 96 * 5)
+        network = Network(1e6, 0.01)
+        found = advise.predict(MEASURED, tensors, config, 4, 4, network)
+        sent = {
+            "dense": 1.5 * 38_716,
+            "DGC": 1.5 * (316 + 4 * 4) + 3 * size,
+            "averaging": (1.5 * (38_716 + 400) + 3 * 64) / 4,
+        }
+        computed = {"dense": 1.0, "DGC": 1.5 + 3 * 0.1, "averaging": 1.0 + 0.5 / 4}
+        hops = {"dense": 6, "DGC": 9, "averaging": 9 / 4}
+        for name, prediction in found.items():
+            seconds = computed[name] + 8e-6 * sent[name] + 0.01 * hops[name]
+            self.assertAllClose([*prediction], [seconds, sent[name]], msg=name)
+
+    def test_messages_that_would_cost_more_than_dense(self) -> None:
+        config = DGCConfig(sparsity=0.75, min_elements=100)
+        tensors = measure.tensors_of(variables(), config)
+        sends = [advise.sends_messages(tensors, config, n) for n in (2, 64)]
+        self.assertEqual(sends, [True, False])
+        found = advise.predict(MEASURED, tensors, config, 1, 64, Network(1e18))
+        self.assertAllClose(found["DGC"].seconds, 1.25)
+        arena = 4 * tensors.layout.size
+        sent = 2 * 63 / 64 * (316 + 4 * 64 + arena) + 63 * 20  # 20: a header
+        self.assertAllClose(found["DGC"].wire_bytes, sent)
+
+    def test_choice(self) -> None:
+        def choice(*seconds: float, workers: int = 2, sparsity: float = 0.99) -> Any:
+            named = zip(advise.STRATEGIES, seconds, strict=True)
+            found = {name: Prediction(s, 0.0) for name, s in named}
+            config = DGCConfig(sparsity=sparsity, min_elements=100)
+            tensors = measure.tensors_of(variables(), config)
+            return advise.choose(found, tensors, config, workers)
+
+        self.assertEqual(choice(3, 2, 4), ("DGC", ""))
+        self.assertEqual(choice(3, 2, 1), ("averaging", ""))
+        slow = "DGC: its work takes longer than it saves"
+        self.assertEqual(choice(1, 2, 3), ("dense", slow))
+        self.assertEqual(choice(2, 2, 2), ("dense", slow))
+        dear = "DGC: messages would cost more than dense tensors"
+        self.assertEqual(
+            choice(3, 4, 2, workers=64, sparsity=0.75), ("averaging", dear)
+        )
+        alone = "one worker has nobody to send to"
+        self.assertEqual(choice(3, 2, 1, workers=1), ("dense", alone))
+
+    def test_nothing_to_compress(self) -> None:
+        tensors = measure.tensors_of(variables(), DGCConfig(min_elements=10**6))
+        found = advise.predict(MEASURED, tensors, DGCConfig(), 16, 2, Network(1e9))
+        _, reason = advise.choose(found, tensors, DGCConfig(), 2)
+        self.assertEqual(reason, "DGC: no tensor is large enough to compress")
+
+
+class TrafficTest(tf.test.TestCase):
+    """The bytes of the predictions are those that synchronizers count."""
+
+    def _counted(self, workers: int, config: DGCConfig | None) -> int:
+        def work(transport: Loopback) -> int:
+            synchronizer: Ledger = Ledger(transport, Dense)
+            if config:
+                synchronizer = compressing(transport, config)
+            own = variables()
+            gradients = [tf.random.normal(shape) for shape in SHAPES]
+            exchange(synchronizer, OWNER, gradients, own, dgc.Momentum(0.9, False))
+            return int(synchronizer.stats().sent_bytes)
+
+        counted = set(run_workers(workers, work))
+        self.assertLen(counted, 1)
+        return counted.pop()
+
+    def test_gradients(self) -> None:
+        for workers, sparsity in ((1, 0.99), (3, 0.99), (2, 0.75), (8, 0.75)):
+            with self.subTest(workers=workers, sparsity=sparsity):
+                config = DGCConfig(sparsity=sparsity, min_elements=100)
+                tensors = measure.tensors_of(variables(), config)
+                found = advise.exchanges(tensors, config, 16, workers)
+                total = {name: e.reduced + e.gathered for name, e in found.items()}
+                self.assertEqual(total["DGC"], self._counted(workers, config))
+                self.assertEqual(total["dense"], self._counted(workers, None))
+
+    def test_models(self) -> None:
+        for make, gradients, moving in (
+            (small, 4 * (6400 + 3 * 64 + 3200 + 50), 2 * 4 * 64),
+            (compiled, 4 * (8 * 3 + 3 + 9 * 4 + 8 + 1), 0),
+        ):
+            with self.subTest(make.__name__):
+                measured, tensors = measure.measure(make, DGCConfig(), 4, 2)
+                self.assertEqual(tensors.gradient_bytes, gradients)
+                self.assertEqual(tensors.statistic_bytes, moving)
+                for each in (measured.dense, measured.compressed):
+                    self.assertGreater(each, 0)
+
+    def test_rounds_of_averaging(self) -> None:
+        config = AveragingConfig(period=2)
+        strategy = ParameterAveragingStrategy(config, transport="local")
+        with strategy.scope():
+            model = small()
+            model.compile("sgd", "mse")
+        sent = []
+
+        def count(batch: int, logs: Any) -> None:
+            sent.append(int(strategy.stats().sent_bytes))
+
+        counter = keras.callbacks.LambdaCallback(on_train_batch_end=count)
+        x, y = tf.zeros([4, 100]), tf.zeros([4, 50])
+        model.fit(x, y, batch_size=1, shuffle=False, verbose=0, callbacks=[counter])
+        moving = model.non_trainable_variables
+        found = measure.tensors_of(model.trainable_variables, DGCConfig(), moving[:2])
+        exchange = advise.exchanges(found, DGCConfig(), 2, 1)["averaging"]
+        self.assertEqual(sent[:2], [0, 2 * (exchange.reduced + exchange.gathered)])
+
+
+class BatchTest(tf.test.TestCase):
+    def test_inputs_and_targets(self) -> None:
+        inputs, targets = measure.synthetic_batch(compiled(), 5)
+        shapes = tf.nest.map_structure(lambda t: (t.dtype.name, t.shape), inputs)
+        self.assertEqual(shapes, {"a": ("float32", (5, 8)), "b": ("int32", (5, 2))})
+        shapes = tf.nest.map_structure(lambda t: (t.dtype.name, t.shape), targets)
+        self.assertEqual(shapes, {"y": ("int32", (5,)), "z": ("float32", (5, 1))})
+        self.assertAllInRange(targets["y"], 0, 2)
+
+
+class CommandTest(tf.test.TestCase):
+    def _run(self, *arguments: str) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = advise.main(arguments)
+            except SystemExit as error:
+                status = int(error.code or 0)
+        return status, out.getvalue(), err.getvalue()
+
+    def test_bad_arguments(self) -> None:
+        here = "test_advise"
+        rule = "`--model` must be module:function"
+        for arguments, message in (
+            (["--model", "here"], f"{rule}.*'here'"),
+            (["--model", ":small"], rule),
+            (["--model", "no.such.module:f"], f"{rule}.*No module named 'no'"),
+            (["--model", f"{here}.x:f"], f"{rule}.*not a package"),
+            (["--model", f"{here}:f"], f"{rule}.*no function 'f' there"),
+            (["--model", f"{here}:SHAPES"], "no function 'SHAPES' there"),
+            (["--model", f"{here}:nothing"], "must return a keras.Model.*None"),
+            (["--model", f"{here}:unbuilt"], "must be built.*built=False"),
+            (["--model", f"{here}:unknown"], r"known shapes.*\(None, None, 3\)"),
+            (["--bandwidth", "fast"], "`--bandwidth` must be.*bandwidth='fast'"),
+            (["--workers", "4", "0"], "`--workers` must be 1 or more. Received: 0"),
+            (["--workers", "two"], "invalid int value: 'two'"),
+            (["--batch-size", "0"], "`--batch-size` must be 1 or more"),
+            (["--period", "-1"], "`--period` must be 1 or more"),
+            (["--latency", "-1"], "`--latency` must be 0 or more. Received: -1.0"),
+            (["--sparsity", "1"], "`sparsity` must be in"),
+        ):
+            with self.subTest(arguments=arguments):
+                status, _, err = self._run("--model", f"{here}:small", *arguments)
+                self.assertEqual(status, 2)
+                self.assertRegex(err, message)
+
+    def test_help_gives_the_formulas(self) -> None:
+        status, out, _ = self._run("--help")
+        self.assertEqual(status, 0)
+        self.assertIn("all-reduce   2 (N - 1) / N  S / B + 2 (N - 1) L", out)
+
+    def test_faults_of_the_module_show_where_they_are(self) -> None:
+        with self.assertRaisesRegex(ValueError, "a fault"):
+            self._run("--model", "test_advise:faulty")
+        module = types.ModuleType("importing")
+        error = ModuleNotFoundError("No module named 'gone'", name="gone")
+        with (
+            mock.patch("importlib.import_module", return_value=module) as load,
+            self.assertRaisesRegex(ModuleNotFoundError, "gone"),
+        ):
+            load.side_effect = error
+            self._run("--model", "importing:f")
+
+    def test_table(self) -> None:
+        tensors = measure.tensors_of(variables(), DGCConfig())
+        with mock.patch.object(advise, "measure", return_value=(MEASURED, tensors)):
+            status, out, _ = self._run(
+                *("--model", "test_advise:small", "--bandwidth", "100kbit"),
+                *("--workers", "1", "4", "4", "2"),
+            )
+        self.assertEqual(status, 0)
+        self.assertIn("38,716 bytes of gradients", out)
+        self.assertRegex(out, r"training step +1\n")
+        self.assertRegex(out, r"each further message, read and added +0\.1\n")
+        lines = out.partition("workers ")[2].splitlines()[1:]
+        rows = [line.split() for line in lines if line[:7].strip().isdigit()]
+        self.assertEqual([row[0] for row in rows], ["1", "2", "4"])
+        self.assertEqual(
+            rows[0][1:8], ["1", "0", "1.5", "0", "1.031", "0", "dense"], out
+        )
+        self.assertTrue(lines[0].endswith("one worker has nobody to send to"))
+        # 1 + 1.5 * 38,716 * 8 / 100,000 seconds
+        self.assertEqual(rows[2][1:3], ["5.646", "58,074"])
+        self.assertEqual(rows[2][7], "averaging")
+
+    def test_all_numbers_of_workers(self) -> None:
+        status, out, _ = self._run("--model", "test_advise:small", "--steps", "1")
+        self.assertEqual(status, 0)
+        rows = [line.split()[0] for line in out.splitlines() if "," in line]
+        for workers in (2, 1024):
+            self.assertIn(str(workers), rows)
+
+
+class LaboratoryTest(tf.test.TestCase):
+    def test_predictions_beside_results(self) -> None:
+        hosts = [
+            {"measured": MEASURED, "bandwidth": [2e18, 3e18, 4e18], "latency": [0.5]},
+            {
+                "measured": MEASURED._replace(dense=2.0),
+                "bandwidth": [4e18, 1e18, 4e18],
+                "latency": [0.25],
+            },
+        ]
+        with (
+            tempfile.TemporaryDirectory() as name,
+            mock.patch.object(bench_network, "run_job", return_value=hosts),
+        ):
+            args = argparse.Namespace(
+                task="fit",
+                rows=["dense/horovod", "dgc/horovod", "averaging/hybrid"],
+                runs=[1, 2],
+                rates=["1gbit"],
+                hosts=[2],
+                results=pathlib.Path(name),
+                width=64,
+                batch_size=8,
+            )
+            for number, run, row, seconds, others in (
+                (2, 1, ("horovod", "dense"), [1.0, 6.0], {}),
+                (2, 2, ("horovod", "dense"), [7.0], {}),
+                (2, 3, ("horovod", "dense"), [0.1], {}),
+                (2, 1, ("horovod", "dense"), [0.1], {"batch_size": 4}),
+                (2, 1, ("hybrid", "averaging"), [0.1], {"width": 32}),
+                (2, 1, ("horovod", "dgc"), [6.2], {}),
+                (4, 1, ("horovod", "dgc"), [1.0], {}),
+            ):
+                theirs = argparse.Namespace(**vars(args) | others)
+                file = bench_network.file_of(theirs, run, "1gbit", number, *row)
+                file.write_text(json.dumps({"seconds": seconds}))
+            lines, failed = bench_network.compare(args)
+            with mock.patch.object(bench_network, "run_job", return_value=[]):
+                self.assertEqual(bench_network.compare(args), (lines[:2], 1))
+        self.assertEqual(failed, 0)
+        # By the slowest host: 2 seconds and two latencies of 0.5; 1.5 seconds, 0.1 for
+        # a message, and three latencies. No bytes count at such rates.
+        self.assertEqual(
+            lines[2:],
+            [
+                "| 2 | 1gbit | dense/horovod | 3 | 6 | 0.50 |",
+                "| 2 | 1gbit | dgc/horovod | 3.1 | 6.2 | 0.50 |",
+            ],
+        )
+
+
+if __name__ == "__main__":
+    tf.test.main()

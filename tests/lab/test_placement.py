@@ -1,0 +1,162 @@
+"""Training steps stay on a GPU, asked of TensorFlow's registry on any machine."""
+
+import contextlib
+import io
+import subprocess
+import sys
+
+import launch
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_dgc.exchanges import inplace
+from tf_dgc.lab import placement
+from tf_dgc.lab.kernels import Place, audit
+
+# Between them all that is traced differently; the others are nightly.
+FAST = "dgc"
+LONG = ("dense_embedding", "averaging_compressed")
+
+
+def audited(
+    function: tf.types.experimental.PolymorphicFunction, *shapes: list
+) -> tuple:
+    specs = [tf.TensorSpec(shape, dtype) for shape, dtype in shapes]
+    return audit(tf.function(function).get_concrete_function(*specs), 10)
+
+
+class StepCase(parameterized.TestCase, tf.test.TestCase):
+    def assert_stays(self, name: str) -> None:
+        step = placement.STEPS[name]
+        found = audit(placement.trace(step), placement.LARGE)
+        self.assertGreater(found.operations, 300)
+        self.assertGreater(found.compiled, 0)
+        self.assertEmpty(placement.unwanted(found, step.embedding))
+
+
+class StepTest(StepCase):
+    def test_stays_on_the_gpu(self) -> None:
+        self.assert_stays(FAST)
+
+
+@pytest.mark.long
+class LongStepTest(StepCase):
+    @parameterized.parameters(*LONG)
+    def test_stays_on_the_gpu(self, name: str) -> None:
+        self.assert_stays(name)
+
+    def test_what_xla_compiles_is_lowered_for_gpus_and_changes_in_place(self) -> None:
+        placement.trace(placement.STEPS["dgc"])
+        placement.trace(placement.STEPS["dgc_adam"])
+        names = set()
+        for compiled in inplace.compiled():
+            names.add(compiled.name)
+            self.assertEmpty(placement.lowered(compiled))
+        expected = {"accumulate", "densify", "keep", "mark", "peaks", "subtract"}
+        self.assertContainsSubset(expected, names)
+
+
+@pytest.mark.slow
+class OtherStepsTest(StepCase):
+    @parameterized.parameters(*sorted(placement.STEPS.keys() - {FAST, *LONG}))
+    def test_stays_on_the_gpu(self, name: str) -> None:
+        self.assert_stays(name)
+
+
+class AuditTest(tf.test.TestCase):
+    """What the audit is to find, it finds."""
+
+    def test_operations_without_a_kernel(self) -> None:
+        def best(x: tf.Tensor) -> list[tf.Tensor]:
+            order = tf.math.top_k(x, 3, index_type=tf.int64).indices
+            text = tf.strings.as_string(order)
+            return [tf.pad(order, [[0, 1]]), tf.argmax(tf.cast(x, tf.int32)), text]
+
+        found = audited(best, ([20], tf.int64))
+        operations = {place.operation for place in found.missing}
+        self.assertEqual(operations, {"TopKV2", "Pad", "ArgMax", "AsString"})
+        self.assertIn(
+            Place("ArgMax", "T=int32 Tidx=int32 output_type=int64"), found.missing
+        )
+        self.assertLen(placement.unwanted(found), 4)
+
+    def test_also_in_branches_and_loops(self) -> None:
+        def last(x: tf.Tensor) -> tf.Tensor:
+            def pad() -> tf.Tensor:
+                return tf.pad(x, [[1, 0]])[1:]
+
+            def body(y: tf.Tensor) -> list[tf.Tensor]:
+                return [tf.cond(x[0] > 0, pad, lambda: y) - 1]
+
+            return tf.while_loop(lambda y: y[0] > 0, body, [x])[0]
+
+        found = audited(last, ([20], tf.int64))
+        self.assertEqual({place.operation for place in found.missing}, {"Pad"})
+        waiting = {place.operation for place in found.waiting}
+        self.assertContainsSubset({"StatelessIf", "StatelessWhile"}, waiting)
+
+    def test_large_tensors_that_kernels_want_on_the_host(self) -> None:
+        def first(x: tf.Tensor) -> list[tf.Tensor]:
+            return [tf.reshape(x, [5, -1]), tf.reduce_sum(x), x[:3] + 1]
+
+        found = audited(first, ([20], tf.int32))
+        operations = {place.operation for place in found.copied}
+        self.assertContainsSubset({"Reshape", "Sum", "StridedSlice"}, operations)
+        self.assertEmpty(audited(first, ([20], tf.float32)).copied)
+
+    def test_what_the_program_pins_to_the_host(self) -> None:
+        def both(x: tf.Tensor) -> tf.Tensor:
+            with tf.device("CPU:0"):
+                y = tf.sqrt(x)
+            return y[0] + tf.reduce_sum(x)
+
+        found = audited(both, ([20], tf.float32))
+        self.assertEqual([place.operation for place in found.pinned], ["Sqrt"])
+        self.assertIn("Sqrt T=float32 is pinned to", placement.unwanted(found)[0])
+        self.assertEmpty(placement.unwanted(audited(both, ([5], tf.float32))))
+
+    def test_a_function_that_copies_a_variable_is_told(self) -> None:
+        variable = tf.Variable(tf.zeros([30]))
+
+        def shorter(value: tf.Tensor) -> tf.Tensor:
+            return value + 1.0
+
+        inplace.update("/device:CPU:0", shorter, variable)
+        (own,) = [each for each in inplace.compiled() if each.name == "shorter"]
+        self.assertEmpty(placement.lowered(own))
+        copying = own._replace(run=lambda handle: tf.zeros([30]))
+        self.assertEqual(
+            placement.lowered(copying), ["shorter copies 1 of 1 variables"]
+        )
+
+
+class CommandTest(tf.test.TestCase):
+    def test_prints_a_table_of_the_steps_named(self) -> None:
+        # By itself: it lowers all that this process has let XLA compile.
+        done = subprocess.run(
+            [sys.executable, "-m", "tf_dgc.lab.placement", "dense"],
+            cwd=launch.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        head, dense, lowered = done.stdout.splitlines()
+        self.assertEqual(head.split()[:4], ["step", "operations", "XLA", "missing"])
+        self.assertEqual([dense.split()[0], dense.split()[3]], ["dense", "0"])
+        self.assertIn("functions lowered for GPUs", lowered)
+
+    def test_a_step_that_is_not_known(self) -> None:
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as told,
+            self.assertRaises(SystemExit),
+        ):
+            placement.main(["sparse"])
+        self.assertIn("STEP must be one of dense, ", told.getvalue())
+        self.assertIn("Received: sparse", told.getvalue())
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,157 @@
+"""Deep Gradient Compression once more: slow, in NumPy, tensor by tensor, to compare.
+
+One function per line of the paper. It shares nothing with the package but the record
+of settings. The letters are those of the paper: g gradient, u velocity, v residual,
+m momentum; N workers.
+
+References:
+    Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018,
+    https://arxiv.org/abs/1712.01887
+"""
+
+import numpy as np
+
+from tf_dgc.config import DGCConfig
+
+Tensors = list[np.ndarray]
+
+
+def warm_up(step: int, config: DGCConfig) -> float:
+    """Return the sparsity of a step: equal stretches, then the final sparsity."""
+    climbing = [s for s in config.warmup_stages if s < config.sparsity]
+    for i, sparsity in enumerate(climbing):
+        if step < (i + 1) * config.warmup_steps // len(climbing):
+            return sparsity
+    return config.sparsity
+
+
+def clip(tensors: Tensors, clip_norm: float | None, workers: int) -> Tensors:
+    """g <- clip(g, clip_norm * N^-1/2), over the norm of all tensors together."""
+    if clip_norm is None:
+        return tensors
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in tensors))
+    allowed = clip_norm * workers**-0.5
+    return [np.float32(min(1.0, allowed / norm)) * g for g in tensors]
+
+
+def correct(
+    u: np.ndarray, g: np.ndarray, m: float, nesterov: bool, rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """u <- m*u + lr*g; return u and what v gains by it."""
+    m, g = np.float32(m), np.float32(rate) * g
+    if nesterov:
+        u = m * (u + g)
+        return u, u + g
+    u = m * u + g
+    return u, u
+
+
+def accumulate(v: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    """v <- v + u."""
+    return v + gain
+
+
+def threshold(v: np.ndarray, sparsity: float) -> float:
+    """Return the k-th largest |v|."""
+    k = max(1, round(v.size * (1 - sparsity)))
+    return np.sort(np.abs(v), axis=None)[-k]
+
+
+def select(v: np.ndarray, least: float) -> np.ndarray:
+    """S <- the elements that reach the threshold, as a mask; never a zero."""
+    return (np.abs(v) >= least) & (v != 0)
+
+
+def send(v: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return v[S], zero elsewhere."""
+    return np.where(chosen, v, np.float32(0))
+
+
+def keep(v: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """v[S] <- 0."""
+    return np.where(chosen, np.float32(0), v)
+
+
+def mask(u: np.ndarray, chosen: np.ndarray, masking: bool) -> np.ndarray:
+    """u[S] <- 0."""
+    return np.where(chosen, np.float32(0), u) if masking else u
+
+
+def message_bytes(sizes: list[int], sparsity: float) -> int:
+    """Return the bytes of a float32 message: header, values, positions, padding."""
+    k = sum(max(1, round(size * (1 - sparsity))) for size in sizes)
+    arena = sum(-(-size // 128) * 128 for size in sizes)
+    bodies = []
+    for low_bits in (8, 16):
+        high_bits = k + arena // 2**low_bits
+        bodies.append(4 * k + k * low_bits // 8 + -(-high_bits // 8))
+    return 20 + min(-(-body // 4) * 4 for body in bodies)
+
+
+def all_goes(sizes: list[int], sparsity: float, workers: int) -> bool:
+    """Tell whether sparse messages would cost more than a dense ring all-reduce."""
+    received = workers * message_bytes(sizes, sparsity)
+    return sparsity == 0 or received >= 8 * sum(sizes)
+
+
+class Worker:
+    """What one worker keeps: u and v of the compressed tensors."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self.u = [np.zeros(shape, np.float32) for shape in shapes]
+        self.v = [np.zeros(shape, np.float32) for shape in shapes]
+
+
+class Cluster:
+    """N workers in lockstep; tensors of rank 2 and more are compressed."""
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, ...]],
+        workers: int,
+        config: DGCConfig,
+        momentum: float | None = None,
+        nesterov: bool = False,
+    ) -> None:
+        self.config = config
+        self.momentum, self.nesterov = momentum, nesterov
+        self.compressed = [i for i, shape in enumerate(shapes) if len(shape) > 1]
+        own = [shapes[i] for i in self.compressed]
+        self.sizes = [int(np.prod(shape)) for shape in own]
+        self.workers = [Worker(own) for _ in range(workers)]
+        self.steps = 0
+
+    def step(self, gradients: list[Tensors], rate: float) -> Tensors:
+        """Take each worker's gradients; return the sum of what all sent."""
+        sparsity = warm_up(self.steps, self.config)
+        everything = all_goes(self.sizes, sparsity, len(self.workers))
+        self.steps += 1
+        sums = [np.zeros_like(g) for g in gradients[0]]
+        for worker, local in zip(self.workers, gradients, strict=True):
+            local = clip(local, self.config.clip_norm, len(self.workers))
+            for i, g in enumerate(local):
+                sent = g
+                if i in self.compressed:
+                    j = self.compressed.index(i)
+                    sent = self._compress(worker, j, g, sparsity, everything, rate)
+                sums[i] = sums[i] + sent
+        return sums
+
+    def _compress(
+        self,
+        worker: Worker,
+        j: int,
+        g: np.ndarray,
+        sparsity: float,
+        everything: bool,
+        rate: float,
+    ) -> np.ndarray:
+        u, v, gain = worker.u[j], worker.v[j], g
+        if self.momentum is not None:
+            u, gain = correct(u, g, self.momentum, self.nesterov, rate)
+        v = accumulate(v, gain)
+        chosen = select(v, 0.0 if everything else threshold(v, sparsity))
+        worker.v[j] = keep(v, chosen)
+        masking = self.config.momentum_masking and not everything
+        worker.u[j] = mask(u, chosen, masking)
+        return send(v, chosen)

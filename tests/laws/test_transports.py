@@ -1,0 +1,67 @@
+"""Every transport keeps one contract, that of `contract.py`."""
+
+from typing import ClassVar
+
+import contract
+import pool
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from loopback import run_workers
+
+from tf_dgc.transports.local import LocalTransport
+
+EAGER = [name for name in contract.CHECKS if name not in contract.NEEDS_GRAPHS]
+
+
+class InThisProcess(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(*contract.CHECKS)
+    def test_local(self, name: str) -> None:
+        contract.CHECKS[name](LocalTransport())
+
+    @parameterized.product(name=EAGER, workers=[1, 2, 5])
+    def test_loopback(self, name: str, workers: int) -> None:
+        run_workers(workers, contract.CHECKS[name])
+
+
+@pytest.mark.processes
+class Contract(parameterized.TestCase, tf.test.TestCase):
+    """Real workers keep it; subclasses say where."""
+
+    __test__: ClassVar[bool] = False
+    transport: ClassVar[str]
+    workers: ClassVar[int] = 2
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__test__ = True
+
+    @parameterized.parameters(*contract.CHECKS)
+    def test_contract(self, name: str) -> None:
+        arguments = {"name": name, "transport": self.transport}
+        found = pool.run(self.transport, self.workers, "contract", "keeps", **arguments)
+        self.assertEqual(found, [[i, self.transport] for i in range(self.workers)])
+
+
+class Collective(Contract):
+    transport = "collective"
+
+
+class CollectiveOfThree(Contract):
+    transport, workers = "collective", 3
+
+
+class Horovod(Contract):
+    transport = "horovod"
+
+
+class HorovodOfThree(Contract):
+    transport, workers = "horovod", 3
+
+
+class Hybrid(Contract):
+    transport = "hybrid"
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,50 @@
+"""Exchanges for tests: of one optimizer, or what stands for one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc.compression.dgc import Momentum
+from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges import EachStep, Ledger, Update
+from tf_dgc.transports.base import Transport
+
+
+def compressing(transport: Transport, config: DGCConfig) -> Ledger:
+    """Return a ledger of compressed exchanges."""
+    return Ledger(transport, EachStep(config))
+
+
+def only(ledger: Ledger) -> Any:
+    """Return the one exchange that is open."""
+    (exchange,) = ledger.exchanges()
+    return exchange
+
+
+def exchange(
+    ledger: Ledger,
+    owner: object,
+    local: Sequence[Any],
+    variables: Sequence[Any],
+    momentum: Momentum | None = None,
+) -> Update:
+    """Exchange; of finished steps return what was subtracted from the variables."""
+    if momentum is not None:
+        for variable in variables:
+            variable.assign(tf.zeros_like(variable))
+    update = ledger.gradients(owner, local, variables, momentum)
+    found = [
+        -variable if gradient is None else gradient
+        for gradient, variable in zip(update.gradients, variables, strict=True)
+    ]
+    return update._replace(gradients=found)
+
+
+def flushed(
+    ledger: Ledger, variables: Sequence[Any]
+) -> list[tuple[Any, Update, Sequence[Any]]]:
+    """Flush; return owners, updates and what these are of."""
+    found: list[Any] = []
+    ledger.flush(variables, lambda *each: found.append(each))
+    return found

@@ -1,0 +1,769 @@
+"""Tests of parameter averaging, with several workers as threads: law 6 and others."""
+
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from ledgers import exchange, flushed, only
+from loopback import OWNER, Loopback, Owner, outcomes, run_workers
+
+from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.exchanges import Averaging, Companions, Dense, Ledger
+from tf_dgc.exchanges.averaged import settle
+from tf_dgc.transports.local import LocalTransport
+
+SHAPES = ((16, 8), (5,), (40, 3))
+RATE, MOMENTUM = 0.1, 0.9
+
+
+def start() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.normal(size=shape).astype("float32") for shape in SHAPES]
+
+
+def gradient_of(weights: Sequence[Any], rank: int, step: int) -> list[np.ndarray]:
+    """Return the gradient of a worker's loss: it draws to a place of its own."""
+    random = np.random.default_rng([rank, step])
+    return [
+        (np.asarray(w) - random.normal(size=w.shape)).astype("float32") for w in weights
+    ]
+
+
+class Worker:
+    """Trains with momentum SGD, as a process does."""
+
+    def __init__(
+        self,
+        transport: Any,
+        *,
+        outer: tuple[float, float] | None = None,
+        averaged: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self.variables = [tf.Variable(value) for value in start()]
+        self.velocities = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+        self.statistics = [tf.Variable(float(self.rank)) for _ in range(averaged)]
+        self.momenta = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+        companions = Companions(self.statistics, [], [*self.velocities, *self.momenta])
+
+        def step_outer(gradients: list[Any], variables: Sequence[Any]) -> None:
+            rate, momentum = outer or (1.0, 0.0)
+            everything = zip(gradients, variables, self.momenta, strict=True)
+            for gradient, variable, velocity in everything:
+                velocity.assign(momentum * velocity + gradient)
+                variable.assign_sub(rate * velocity)
+
+        self.averaging = Averaging(AveragingConfig(**settings))
+        self.synchronizer = Ledger(transport, self.averaging)
+        self.owner = Owner()
+        self.averaging.expect(self.owner, companions, step_outer if outer else None)
+        self.taken = 0
+
+    def step(self, loss: float = 1.0) -> None:
+        self.averaging.loss.assign(loss)
+        self.apply(
+            gradient_of([v.numpy() for v in self.variables], self.rank, self.taken)
+        )
+        self.taken += 1
+
+    def apply(self, gradients: Sequence[Any]) -> None:
+        # Keras divides the loss, and so the gradient, by the number of workers.
+        local = [tf.convert_to_tensor(g) / self.size for g in gradients]
+        found = exchange(self.synchronizer, self.owner, local, self.variables)
+        steps = zip(found.gradients, self.variables, self.velocities, strict=True)
+        for gradient, variable, velocity in steps:
+            velocity.assign(MOMENTUM * velocity + gradient)
+            variable.assign_sub(RATE * velocity)
+        self.synchronizer.parameters(self.owner, self.variables)
+
+    def train(self, steps: int) -> list[np.ndarray]:
+        for _ in range(steps):
+            self.step()
+        return self.values
+
+    @property
+    def values(self) -> list[np.ndarray]:
+        return [variable.numpy() for variable in self.variables]
+
+    @property
+    def period(self) -> Any:
+        return only(self.synchronizer)
+
+
+def trained(workers: int, steps: int, **settings: Any) -> list[list[np.ndarray]]:
+    """Return each worker's parameters after so many steps."""
+    return run_workers(workers, lambda t: Worker(t, **settings).train(steps))
+
+
+def twin(
+    workers: int,
+    steps: int,
+    period: int,
+    outer: tuple[float, float] = (1.0, 0.0),
+    synchronous: int = 0,
+) -> list[list[np.ndarray]]:
+    """The same in NumPy, in double precision, with the formulas of the papers."""
+    own = [[w.astype("float64") for w in start()] for _ in range(workers)]
+    velocity = [[np.zeros(s) for s in SHAPES] for _ in range(workers)]
+    anchor, momenta = own[0], [np.zeros(s) for s in SHAPES]
+    for step in range(steps):
+        gradients = [gradient_of(own[r], r, step) for r in range(workers)]
+        if step < synchronous:
+            mean = [np.mean(parts, axis=0) for parts in zip(*gradients, strict=True)]
+            gradients = [mean] * workers
+        for r in range(workers):
+            velocity[r] = [
+                MOMENTUM * u + g for u, g in zip(velocity[r], gradients[r], strict=True)
+            ]
+            own[r] = [w - RATE * u for w, u in zip(own[r], velocity[r], strict=True)]
+        if step + 1 == synchronous:
+            anchor = own[0]
+        if step >= synchronous and (step + 1 - synchronous) % period == 0:
+            means = [np.mean(parts, axis=0) for parts in zip(*own, strict=True)]
+            rate, momentum = outer
+            momenta = [
+                momentum * m + (a - w)
+                for m, a, w in zip(momenta, anchor, means, strict=True)
+            ]
+            anchor = [a - rate * m for a, m in zip(anchor, momenta, strict=True)]
+            own = [list(anchor) for _ in range(workers)]
+    return own
+
+
+class AnyName:
+    """A transport that matches calls by their order alone, as TensorFlow's does."""
+
+    def __init__(self, transport: Loopback) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return self._transport.all_gather(tensor, "any")
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        return self._transport.all_reduce(tensors, "any")
+
+
+@pytest.mark.long
+class TrainingTest(parameterized.TestCase, tf.test.TestCase):
+    def assert_same_bits(self, found: list[list[np.ndarray]]) -> None:
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, two)
+
+    def assert_close(self, found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+        for rank, (one, two) in enumerate(zip(found, expected, strict=True)):
+            for own, wanted in zip(one, two, strict=True):
+                self.assertAllClose(own, wanted, tolerance, tolerance, msg=f"{rank}")
+
+    @parameterized.product(
+        workers=(1, 2, 4), outer=(None, (0.7, 0.9)), synchronous=(0, 4)
+    )
+    def test_it_is_what_the_papers_say(
+        self, workers: int, outer: Any, synchronous: int
+    ) -> None:
+        settings = {"period": 3, "outer": outer, "synchronous_steps": synchronous}
+        found = trained(workers, 11, **settings)
+        expected = twin(workers, 11, 3, outer or (1.0, 0.0), synchronous)
+        self.assert_close(found, expected)
+
+    @parameterized.parameters(2, 3, 4)
+    def test_after_a_round_all_have_the_same_bits(self, workers: int) -> None:
+        compression = DGCConfig(sparsity=0.9, min_elements=0)
+        for settings in ({}, {"outer": (0.7, 0.9)}, {"compression": compression}):
+            self.assert_same_bits(trained(workers, 4, period=2, **settings))
+            between = trained(workers, 3, period=2, **settings)
+            self.assertNotAllClose(between[0][0], between[1][0])
+
+    def test_a_period_of_one_is_dense_training_over_50_steps(self) -> None:
+        def dense(transport: Loopback) -> list[np.ndarray]:
+            variables = [tf.Variable(value) for value in start()]
+            velocities = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+            owner, synchronizer = Owner(), Ledger(transport, Dense)
+            for step in range(50):
+                own = gradient_of([v.numpy() for v in variables], transport.rank, step)
+                local = [tf.constant(g / np.float32(transport.size)) for g in own]
+                found = exchange(synchronizer, owner, local, variables)
+                steps = zip(found.gradients, variables, velocities, strict=True)
+                for gradient, variable, velocity in steps:
+                    velocity.assign(MOMENTUM * velocity + gradient)
+                    variable.assign_sub(RATE * velocity)
+            return [variable.numpy() for variable in variables]
+
+        for workers in (2, 3, 4):
+            found, expected = (
+                trained(workers, 50, period=1),
+                run_workers(workers, dense),
+            )
+            self.assert_close(found, expected, 1e-6)
+
+    def test_synchronous_steps_are_dense_training(self) -> None:
+        early = trained(3, 6, period=2, synchronous_steps=6)
+        self.assert_same_bits(early)
+        self.assert_close(early, trained(3, 6, period=1), 1e-6)
+
+    def test_an_outer_step_of_rate_1_is_the_plain_average(self) -> None:
+        plain = trained(3, 12, period=4)
+        self.assert_close(trained(3, 12, period=4, outer=(1.0, 0.0)), plain, 1e-6)
+
+    def test_compression_that_leaves_nothing_out_is_the_plain_average(self) -> None:
+        nothing_left = DGCConfig(sparsity=0.0)
+        found = trained(3, 12, period=4, compression=nothing_left)
+        self.assert_close(found, trained(3, 12, period=4), 1e-6)
+
+    @parameterized.parameters(1, 2, 4)
+    def test_averaging_equal_parameters_changes_nothing(self, workers: int) -> None:
+        # On three, the third of a sum may be off by the last bit, on all alike.
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=1)
+            zeros = [tf.zeros(shape) for shape in SHAPES]
+            for _ in range(3):
+                exchange(worker.synchronizer, worker.owner, zeros, worker.variables)
+                worker.synchronizer.parameters(worker.owner, worker.variables)
+            return worker.values
+
+        for found in run_workers(workers, work):
+            for one, two in zip(found, start(), strict=True):
+                np.testing.assert_array_equal(one, two)
+
+    @parameterized.product(
+        dtype=["float16", "bfloat16"],
+        settings=[{}, {"compression": DGCConfig(sparsity=0.0, min_elements=0)}],
+    )
+    def test_the_mean_of_equal_parameters_of_16_bits_has_their_bits(
+        self, dtype: str, settings: dict[str, Any]
+    ) -> None:
+        # Between 1 and 2, every value there is of the type.
+        equal = tf.constant(np.arange(1, 2, 2.0**-10).reshape(32, 32), dtype)
+        # Workers that moved by a place each, and as far back.
+        places = 2.0 ** (-10 if dtype == "float16" else -7)
+
+        def work(transport: Loopback) -> list[np.ndarray]:
+            config = AveragingConfig(period=1, **settings)
+            companions = Companions([tf.Variable(equal)], [], [])
+            averaging = Averaging(config)
+            averaging.expect(OWNER, companions)
+            ledger = Ledger(transport, averaging)
+            variables, zeros = [tf.Variable(equal)], [tf.zeros_like(equal)]
+            exchange(ledger, OWNER, zeros, variables)
+            moved = tf.cast((transport.rank - 1) * places, dtype)
+            variables[0].assign_add(moved * tf.ones_like(equal))
+            ledger.parameters(OWNER, variables)
+            return [
+                tf.cast(v, tf.float32).numpy() for v in (*variables, *companions[0])
+            ]
+
+        for found in run_workers(3, work):
+            for values in found:
+                self.assertAllEqual(values, tf.cast(equal, tf.float32))
+
+    @parameterized.parameters("float32", "float16")
+    def test_compression_loses_nothing(self, value_dtype: str) -> None:
+        # Gradients that do not depend on where a worker is: what is not sent yet is
+        # all that is missing.
+        def work(transport: Loopback) -> Any:
+            worker = Worker(transport, period=2, compression=compression)
+            random = np.random.default_rng(transport.rank)
+            moved = [np.zeros(shape) for shape in SHAPES]
+            for _ in range(9):
+                gradients = [random.normal(size=s).astype("float32") for s in SHAPES]
+                worker.apply(gradients)
+                own = zip(moved, worker.velocities, strict=True)
+                moved = [m - RATE * u.numpy() for m, u in own]
+            settle(worker.synchronizer)
+            kept = float(worker.synchronizer.residual_norm())
+            flushed(worker.synchronizer, worker.variables)
+            left = float(worker.synchronizer.residual_norm())
+            return worker.values, moved, kept, left
+
+        compression = DGCConfig(sparsity=0.9, min_elements=0, value_dtype=value_dtype)
+        found = run_workers(3, work)
+        moved = [
+            np.mean(parts, axis=0) for parts in zip(*[f[1] for f in found], strict=True)
+        ]
+        expected = [w + m for w, m in zip(start(), moved, strict=True)]
+        for values, _, kept, left in found:
+            self.assertGreater(kept, 0.1)
+            self.assertEqual(left, 0.0)
+            self.assert_close([values], [expected], 1e-5)
+        self.assert_same_bits([f[0] for f in found])
+
+    def test_in_eager_and_graph_the_same(self) -> None:
+        def work(graph: bool) -> list[np.ndarray]:
+            worker = Worker(LocalTransport(), period=3, synchronous_steps=2)
+            gradients = [tf.constant(w) for w in start()]
+
+            def step() -> None:
+                worker.apply(gradients)
+
+            run = tf.function(step) if graph else step
+            for _ in range(8):
+                run()
+            self.assertEqual(int(worker.period.rounds), 2)
+            return worker.values
+
+        self.assert_close([work(True)], [work(False)], 1e-6)
+
+    def test_sparse_gradients_are_brought_to_full_strength(self) -> None:
+        def work(transport: Loopback) -> np.ndarray:
+            averaging = Averaging(AveragingConfig())
+            averaging.expect(OWNER, Companions([], [], []))
+            synchronizer = Ledger(transport, averaging)
+            table = tf.Variable(tf.zeros([4, 2]))
+            rows = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), [4, 2])
+            found = exchange(synchronizer, OWNER, [rows], [table]).gradients[0]
+            self.assertIsInstance(found, tf.IndexedSlices)
+            return tf.convert_to_tensor(found).numpy()
+
+        for found in run_workers(3, work):
+            np.testing.assert_array_equal(found, [[0, 0], [6, 6], [0, 0], [0, 0]])
+
+
+@pytest.mark.long
+class RoundTest(parameterized.TestCase, tf.test.TestCase):
+    def test_statistics_are_averaged_with_the_parameters(self) -> None:
+        def work(transport: Loopback) -> list[float]:
+            worker = Worker(transport, period=2, averaged=2)
+            worker.step()
+            self.assertEqual(float(worker.statistics[0]), transport.rank)
+            worker.step()
+            return [float(v) for v in worker.statistics]
+
+        self.assertEqual(run_workers(3, work), [[1.0, 1.0]] * 3)
+
+    def test_statistics_are_settled_after_synchronous_steps(self) -> None:
+        def work(transport: Loopback) -> Any:
+            worker = Worker(
+                transport, averaged=1, synchronous_steps=5, outer=(0.7, 0.9)
+            )
+            worker.train(3)
+            before = worker.values
+            settle(worker.synchronizer)
+            rounds = int(worker.synchronizer.exchanges()[-1].stats().rounds)
+            same = all(map(np.array_equal, before, worker.values))
+            return float(worker.statistics[0]), same, rounds
+
+        self.assertEqual(run_workers(3, work), [(1.0, True, 0)] * 3)
+
+    @parameterized.parameters({}, {"outer": (0.7, 0.5)}, {"compressed": True})
+    def test_a_worker_whose_data_end_early_does_not_hang_the_others(
+        self, compressed: bool = False, **settings: Any
+    ) -> None:
+        if compressed:
+            settings["compression"] = DGCConfig(sparsity=0.9, min_elements=0)
+
+        def work(transport: Loopback) -> Any:
+            worker = Worker(transport, period=2, averaged=1, **settings)
+            for _ in range(2):  # epochs
+                worker.train([7, 1, 4][transport.rank])
+                settle(worker.synchronizer)
+            return worker.values, float(worker.statistics[0])
+
+        found = run_workers(3, work)
+        for values, statistic in found:
+            self.assertEqual(statistic, found[0][1])
+            for one, two in zip(values, found[0][0], strict=True):
+                np.testing.assert_array_equal(one, two)
+        self.assertNotAllClose(found[0][0][0], start()[0])
+
+    @parameterized.parameters({}, {"outer": (0.7, 0.9)})
+    def test_a_worker_without_data_gets_what_the_others_learn(
+        self, **settings: Any
+    ) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=3, **settings)
+            worker.train(4)
+            settle(worker.synchronizer)
+            if transport.rank:
+                worker.train(5)  # an epoch in which the first has nothing
+            settle(worker.synchronizer)
+            return worker.values
+
+        found = run_workers(3, work)
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, two)
+
+    @parameterized.parameters({"outer": (0.7, 0.9)}, {"compressed": True})
+    def test_what_happens_beside_steps_does_not_part_the_workers(
+        self, compressed: bool = False, **settings: Any
+    ) -> None:
+        # As weight decay does, which Keras applies before the exchange.
+        if compressed:
+            settings["compression"] = DGCConfig(sparsity=0.9, min_elements=0)
+
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2, **settings)
+            for _ in range(2):
+                for _ in range([7, 1, 4][transport.rank]):
+                    for variable in worker.variables:
+                        variable.assign(0.9 * variable)
+                    worker.step()
+                settle(worker.synchronizer)
+            return worker.values
+
+        found = run_workers(3, work)
+        for other in found[1:]:
+            for one, two in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, two)
+
+    def test_weights_loaded_between_trainings_are_where_the_next_begins(self) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2, outer=(0.5, 0.0))
+            worker.train(4)
+            settle(worker.synchronizer)
+            for variable in worker.variables:
+                variable.assign(tf.fill(variable.shape, 100.0))
+            settle(worker.synchronizer)  # as the data are shared out
+            return worker.train(2)
+
+        for found in run_workers(2, work):
+            self.assertAllGreater(found[0], 50.0)
+
+    def test_statistics_that_changed_without_a_step_are_settled(self) -> None:
+        def work(transport: Loopback) -> tuple[float, float]:
+            worker = Worker(transport, period=1, averaged=1)
+            worker.step()
+            settle(worker.synchronizer)
+            worker.statistics[0].assign(3.0 * transport.rank)  # a forward pass
+            before = worker.values[0][0, 0]
+            settle(worker.synchronizer)
+            return float(worker.statistics[0]), worker.values[0][0, 0] - before
+
+        self.assertEqual(run_workers(3, work), [(3.0, 0.0)] * 3)
+
+    def test_two_optimizers_need_as_many_steps_on_every_worker(self) -> None:
+        def work(transport: Loopback) -> None:
+            one = Worker(transport, period=2)
+            other, variables = Owner(), [tf.Variable(v) for v in start()]
+            one.averaging.expect(other, Companions([], [], []))
+
+            def step() -> None:
+                one.step()
+                zeros = [tf.zeros(shape) for shape in SHAPES]
+                exchange(one.synchronizer, other, zeros, variables)
+                one.synchronizer.parameters(other, variables)
+
+            for _ in range([6, 2][transport.rank]):
+                step()
+            settle(one.synchronizer)
+
+        hub = outcomes(2, lambda transport: work(AnyName(transport)))
+        for outcome in hub:
+            self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
+            self.assertIn("round of the same optimizer", str(outcome))
+
+    def test_an_optimizer_of_the_past_is_left_alone(self) -> None:
+        def work(transport: Loopback) -> int:
+            worker = Worker(transport, period=2)
+            worker.train(3)
+            settle(worker.synchronizer)
+            first, worker.owner = worker.owner, Owner()
+            worker.averaging.expect(worker.owner, Companions([], [], []))
+            worker.train([7, 2][transport.rank])  # the data end early, too
+            settle(worker.synchronizer)
+            past, _ = worker.synchronizer.exchanges()
+            self.assertIs(past.owner(), first)
+            return int(past.rounds)
+
+        self.assertEqual(run_workers(2, work), [2, 2])
+
+    def test_settling_twice_changes_and_sends_nothing(self) -> None:
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport, period=4, outer=(0.7, 0.9))
+            worker.train(6)
+            settle(worker.synchronizer)
+            before, calls = worker.values, len(transport.sent)
+            settle(worker.synchronizer)
+            for one, two in zip(before, worker.values, strict=True):
+                np.testing.assert_array_equal(one, two)
+            # A worker that has not trained since cannot know that nobody has.
+            sent = transport.sent[calls:]
+            self.assertEqual([call.call for call in sent], ["all_gather"])
+            self.assertEqual(int(worker.period.rounds), 2)
+
+        run_workers(2, work)
+
+    def test_the_period_adapts_alike_everywhere(self) -> None:
+        def work(transport: Loopback) -> list[int]:
+            settings = {"period": "adaptive", "min_period": 2, "max_period": 4}
+            worker = Worker(transport, **settings)
+            found = []
+            for step in range(14):
+                # Means over the workers: 2.0 in the first period, 0.5 after it.
+                mean = 2.0 if step < 4 else 0.5
+                worker.step(mean + (0.25 if transport.rank else -0.25))
+                found.append(int(worker.synchronizer.exchanges()[-1].stats().rounds))
+            self.assertEqual(int(worker.synchronizer.exchanges()[-1].stats().period), 2)
+            return found
+
+        expected = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+        self.assertEqual(run_workers(2, work), [expected] * 2)
+
+    @parameterized.parameters(np.nan, np.inf)
+    def test_what_is_not_finite_stops_all_workers(self, value: float) -> None:
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport, period=3)
+            worker.train(2)
+            if transport.rank == 1:
+                worker.variables[2][3, 1].assign(value)
+            worker.step()
+
+        for outcome in outcomes(3, work):
+            self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
+            self.assertRegex(str(outcome), r"Rank, step and variable:(.|\n)*1(.|\n)*3")
+
+    def test_workers_in_different_rounds_stop(self) -> None:
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport, period=2)
+            worker.train(2)
+            worker.period.rounds.assign_add(transport.rank)
+            worker.train(2)
+
+        for outcome in outcomes(2, work):
+            self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
+            self.assertIn("not in the same round of the same", str(outcome))
+
+    def test_workers_with_different_statistics_stop_at_the_first_step(self) -> None:
+        def work(transport: Loopback) -> None:
+            Worker(transport, averaged=1 + transport.rank).step()
+
+        for outcome in outcomes(2, work):
+            self.assertIsInstance(outcome, ValueError)
+            self.assertIn("averaged variables", str(outcome))
+
+
+class FiguresTest(parameterized.TestCase, tf.test.TestCase):
+    def test_bytes_are_those_handed_to_the_transport(self) -> None:
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport, period=2, averaged=1)
+            synchronizer, size = worker.synchronizer, 4 * sum(map(np.size, start()))
+            worker.step()
+            before = len(transport.sent)
+            self.assertEqual(int(synchronizer.stats().sent_bytes), 0)
+            self.assertEqual(int(synchronizer.stats().dense_bytes), size)
+            worker.step()
+            sent = sum(call.bytes for call in transport.sent[before:])
+            self.assertEqual(sent, size + 4 + 64)
+            self.assertEqual(int(synchronizer.stats().sent_bytes), sent)
+            self.assertEqual(int(synchronizer.stats(total=True).sent_bytes), sent)
+            self.assertEqual(int(synchronizer.stats(total=True).dense_bytes), 2 * size)
+
+        run_workers(2, work)
+
+    def test_one_reduction_carries_a_round(self) -> None:
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport, period=1, averaged=3)
+            worker.step()
+            before = len(transport.sent)
+            worker.step()
+            calls = [call.call for call in transport.sent[before:]]
+            self.assertEqual(calls, ["all_gather", "all_reduce"])
+
+        run_workers(2, work)
+
+    def test_compressed_rounds_send_what_messages_hold(self) -> None:
+        compression = DGCConfig(sparsity=0.99, min_elements=64)
+
+        def work(transport: Loopback) -> None:
+            worker = Worker(transport, period=2, compression=compression)
+            worker.train(3)
+            before = len(transport.sent)
+            worker.step()
+            sent = sum(call.bytes for call in transport.sent[before:])
+            self.assertEqual(int(worker.synchronizer.stats().sent_bytes), sent)
+            self.assertLess(sent, 2 * sum(map(np.size, start())))
+            (first, second) = worker.synchronizer.tensor_stats()
+            self.assertEqual((first.elements, second.elements), (128, 120))
+
+        run_workers(2, work)
+
+    def test_the_distance_is_that_to_the_average(self) -> None:
+        def work(transport: Loopback) -> tuple[float, list[np.ndarray]]:
+            worker = Worker(transport, period=3)
+            worker.train(2)
+            exchange(worker.synchronizer, worker.owner, nothing, worker.variables)
+            before = worker.values
+            worker.synchronizer.parameters(worker.owner, worker.variables)
+            return float(worker.synchronizer.exchanges()[-1].stats().distance), before
+
+        nothing = [tf.zeros(shape) for shape in SHAPES]
+        found = run_workers(2, work)
+        means = [(a + b) / 2 for a, b in zip(found[0][1], found[1][1], strict=True)]
+        for distance, own in found:
+            parts = [a - b for a, b in zip(own, means, strict=True)]
+            expected = np.sqrt(sum((part**2).sum() for part in parts))
+            self.assertAllClose(distance, expected, 1e-4, 1e-4)
+
+    def test_before_the_first_step_there_are_no_rounds(self) -> None:
+        worker = Worker(LocalTransport())
+        self.assertEqual(worker.synchronizer.exchanges(), [])
+        self.assertEqual(settle(worker.synchronizer), [])
+
+
+@pytest.mark.long
+class RestoreTest(parameterized.TestCase, tf.test.TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.folder = pathlib.Path(folder) / "state"
+
+    @parameterized.parameters(
+        {},
+        {"outer": (0.7, 0.9)},
+        {"compression": DGCConfig(sparsity=0.9, min_elements=0)},
+        {"period": "adaptive", "min_period": 2, "max_period": 5},
+    )
+    def test_in_the_midst_of_a_period_it_continues_bit_for_bit(
+        self, **settings: Any
+    ) -> None:
+        settings = {"period": 4, "averaged": 1, "synchronous_steps": 1} | settings
+
+        def whole(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, **settings)
+            worker.train(7)
+            worker.synchronizer.save(self.folder)
+            return [*worker.train(6), *[v.numpy() for v in worker.statistics]]
+
+        def resumed(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, **settings)
+            worker.train(3)  # of another life
+            worker.synchronizer.restore(self.folder)
+            worker.taken = 7
+            # Data are shared out, as at the start of `fit`: the period goes on.
+            settle(worker.synchronizer)
+            return [*worker.train(6), *[v.numpy() for v in worker.statistics]]
+
+        expected, found = run_workers(3, whole), run_workers(3, resumed)
+        for one, two in zip(expected, found, strict=True):
+            for own, other in zip(one, two, strict=True):
+                np.testing.assert_array_equal(own, other)
+
+    def test_the_period_is_that_of_the_present_settings(self) -> None:
+        def save(transport: Loopback) -> None:
+            worker = Worker(transport, period=16)
+            worker.train(3)
+            worker.synchronizer.save(self.folder)
+
+        def resume(transport: Loopback, **settings: Any) -> int:
+            worker = Worker(transport, **settings)
+            worker.train(1)
+            worker.synchronizer.restore(self.folder)
+            return int(worker.synchronizer.exchanges()[-1].stats().period)
+
+        run_workers(2, save)
+        self.assertEqual(run_workers(2, lambda t: resume(t, period=2)), [2, 2])
+        adaptive = {"period": "adaptive", "max_period": 9}
+        self.assertEqual(run_workers(2, lambda t: resume(t, **adaptive)), [9, 9])
+
+    def test_what_was_restored_waits_until_it_is_trained_or_flushed(self) -> None:
+        def work(transport: Loopback) -> tuple[int, int, int]:
+            worker = Worker(transport, period=16)
+            worker.train(3)
+            worker.synchronizer.save(self.folder)
+            worker.synchronizer.restore(self.folder)
+            settle(worker.synchronizer)
+            before = int(worker.period.position)
+            worker.step()
+            after = int(worker.period.position)
+            worker.synchronizer.restore(self.folder)
+            settle(worker.synchronizer, resumed=True)
+            return before, after, int(worker.period.position)
+
+        self.assertEqual(run_workers(2, work), [(3, 4, 0)] * 2)
+
+    def test_at_the_end_of_a_period_weights_are_the_models_own(self) -> None:
+        def work(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2)
+            worker.train(2)
+            worker.synchronizer.save(self.folder)
+            for variable in worker.variables:
+                variable.assign(tf.ones_like(variable))
+            worker.synchronizer.restore(self.folder)
+            return worker.values
+
+        for found in run_workers(2, work):
+            self.assertAllEqual(found[0], np.ones(SHAPES[0]))
+
+    def test_an_eager_first_step_comes_too_late_for_parameters(self) -> None:
+        def save(transport: Loopback) -> None:
+            worker = Worker(transport, period=4)
+            worker.train(2)
+            worker.synchronizer.save(self.folder)
+
+        def resume(transport: Loopback) -> None:
+            worker = Worker(transport, period=4)
+            worker.synchronizer.restore(self.folder)
+            worker.step()
+
+        run_workers(2, save)
+        for outcome in outcomes(2, resume):
+            self.assertIsInstance(outcome, ValueError)
+            self.assertIn("run_eagerly", str(outcome))
+
+    def test_at_the_end_of_a_period_an_eager_first_step_is_in_time(self) -> None:
+        def save(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2, outer=(0.7, 0.9))
+            worker.train(4)
+            worker.synchronizer.save(self.folder)
+            weights = worker.values
+            return [*weights, *worker.train(3)]
+
+        def resume(transport: Loopback) -> list[np.ndarray]:
+            worker = Worker(transport, period=2, outer=(0.7, 0.9))
+            worker.synchronizer.restore(self.folder)
+            worker.taken = 4
+            for variable, value in zip(worker.variables, weights, strict=True):
+                variable.assign(value)  # the model's own file
+            return worker.train(3)
+
+        expected = run_workers(2, save)
+        weights = expected[0][: len(SHAPES)]
+        for one, two in zip(expected, run_workers(2, resume), strict=True):
+            for own, other in zip(one[len(SHAPES) :], two, strict=True):
+                np.testing.assert_array_equal(own, other)
+
+    @parameterized.parameters((2, 3), (4, 2), (3, 1))
+    def test_on_another_number_of_workers_all_begin_with_the_mean(
+        self, before: int, after: int
+    ) -> None:
+        compression = DGCConfig(sparsity=0.9, min_elements=0)
+
+        def save(transport: Loopback) -> Any:
+            worker = Worker(transport, period=4, compression=compression)
+            worker.train(6)
+            worker.synchronizer.save(self.folder)
+            return worker.values, self.owed(worker)
+
+        def resume(transport: Loopback) -> Any:
+            worker = Worker(transport, period=4, compression=compression)
+            worker.train(1)
+            worker.synchronizer.restore(self.folder)
+            self.assertEqual(int(worker.period.position), 2)
+            return worker.values, self.owed(worker)
+
+        saved, found = run_workers(before, save), run_workers(after, resume)
+        means = [
+            np.mean(parts, axis=0) for parts in zip(*[s[0] for s in saved], strict=True)
+        ]
+        for values, _ in found:
+            for one, two in zip(values, means, strict=True):
+                self.assertAllClose(one, two, 1e-6, 1e-6)
+        total = sum(owed for _, owed in saved)
+        self.assertAllClose(sum(owed for _, owed in found), total, 1e-5, 1e-6)
+
+    def owed(self, worker: Worker) -> np.ndarray:
+        exchange = only(worker.synchronizer)
+        return exchange.state["residual of gradients"].numpy()
+
+
+if __name__ == "__main__":
+    tf.test.main()

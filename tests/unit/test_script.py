@@ -1,0 +1,131 @@
+"""Tests of what runs a script that knows nothing of this package."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+import tf_dgc
+from tf_dgc.launcher import script, settings
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """Take back what running a script changes in a process."""
+    with (
+        mock.patch.object(sys, "argv", sys.argv),
+        mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch.dict(sys.modules),
+    ):
+        try:
+            yield
+        finally:
+            if tf.distribute.has_strategy():
+                tf.distribute.experimental_set_strategy(None)
+
+
+class ScriptTest(tf.test.TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(as_before())
+
+    def run_script(self, text: str, chosen: settings.Settings, *arguments: str) -> str:
+        path = self.folder / "train.py"
+        path.write_text(text)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            script.main([chosen.text(), str(path), *arguments])
+        return out.getvalue()
+
+    def test_a_script_sees_what_python_gives_it(self) -> None:
+        (self.folder / "beside.py").write_text("NAME = __name__")
+        text = """
+import json, pickle, sys
+import beside
+def function(): pass
+same = pickle.loads(pickle.dumps(function)) is function
+print(json.dumps([__name__, __file__, sys.argv, sys.path[0], beside.NAME, same]))
+"""
+        chosen = settings.Settings("dense", {})
+        told = json.loads(self.run_script(text, chosen, "-x", "1"))
+        path = str(self.folder / "train.py")
+        place = os.path.realpath(self.folder)
+        expected = ["__main__", path, [path, "-x", "1"], place, "beside", True]
+        self.assertEqual(told, expected)
+
+    def test_the_strategy_is_set_with_its_settings(self) -> None:
+        averaging = {"period": 3, "compression": {"sparsity": 0.5}}
+        for chosen, kind, expected in (
+            (settings.Settings("dense", {}), "DenseStrategy", None),
+            (
+                settings.Settings("dgc", {"sparsity": 0.5}),
+                "DGCStrategy",
+                tf_dgc.DGCConfig(sparsity=0.5),
+            ),
+            (
+                settings.Settings("averaging", averaging),
+                "ParameterAveragingStrategy",
+                tf_dgc.AveragingConfig(
+                    period=3, compression=tf_dgc.DGCConfig(sparsity=0.5)
+                ),
+            ),
+        ):
+            with self.subTest(kind), as_before():
+                script.set_strategy(chosen)
+                model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+                strategy = model.distribute_strategy
+                self.assertEqual(type(strategy).__name__, kind)
+                self.assertEqual(strategy.config, expected)
+
+    def test_a_script_that_has_a_strategy_is_told_of_two(self) -> None:
+        text = """
+import tf_dgc
+with tf_dgc.DenseStrategy().scope():
+    pass
+"""
+        with self.assertRaisesRegex(RuntimeError, "Mixing different") as caught:
+            self.run_script(text, settings.Settings("dense", {}))
+        (note,) = caught.exception.__notes__
+        self.assertRegex(note, "make no other one in it, or leave out --strategy")
+
+    def test_what_a_script_raises_comes_through(self) -> None:
+        chosen = settings.Settings("dense", {})
+        with self.assertRaisesRegex(SystemExit, "7"):
+            self.run_script("import sys; sys.exit(7)", chosen)
+        with self.assertRaisesRegex(RuntimeError, "own") as caught:
+            self.run_script("raise RuntimeError('own')", chosen)
+        self.assertFalse(hasattr(caught.exception, "__notes__"))
+
+
+class SettingsTest(tf.test.TestCase):
+    def test_the_command_line_counts_more_than_the_file(self) -> None:
+        path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "c.json"
+        path.write_text(json.dumps({"sparsity": 0.9, "warmup_steps": 7}))
+        found = settings.read("dgc", 0.5, str(path))
+        self.assertEqual(found.record(), tf_dgc.DGCConfig(sparsity=0.5, warmup_steps=7))
+        self.assertEqual(settings.of_text(found.text()), found)
+
+    def test_what_is_averaged_may_be_compressed(self) -> None:
+        path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "c.json"
+        config = {"period": 4, "compression": {"min_elements": 1}}
+        path.write_text(json.dumps(config))
+        found = settings.read("averaging", 0.5, str(path)).record()
+        expected = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
+        self.assertEqual((found.period, found.compression), (4, expected))
+        self.assertEqual(
+            settings.read("averaging", 0.5, None).record().compression,
+            tf_dgc.DGCConfig(sparsity=0.5),
+        )
+
+
+if __name__ == "__main__":
+    tf.test.main()

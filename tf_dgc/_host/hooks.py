@@ -1,0 +1,246 @@
+"""What is put around functions of TensorFlow and Keras, for all of this process."""
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc._host import keras as host
+from tf_dgc._host import probe
+
+with probe.imports():
+    from keras.src.losses import loss as loss_module
+    from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
+    from keras.src.trainers.epoch_iterator import EpochIterator
+    from tensorflow.python.data.util import random_seed as data_random_seed
+    from tensorflow.python.framework import random_seed
+
+
+def wanted() -> list[tuple[Any, str]]:
+    """Return the private names, with the object or class that must have each."""
+    return [
+        (data_random_seed, "get_seed"),
+        (random_seed, "get_seed"),
+        (array_data_adapter, "ArrayDataAdapter"),
+        (py_dataset_adapter, "random"),
+        (EpochIterator, "_enumerate_iterator"),
+        (loss_module, "reduce_weighted_values"),
+        (loss_module, "unscale_loss_for_distribution"),
+        (keras.Model, "_get_metrics_result_or_logs"),
+        (keras.Model, "_maybe_symbolic_build"),
+        (keras.Model, "make_train_function"),
+        (keras.optimizers.Optimizer, "_backend_apply_gradients"),
+        (keras.optimizers.Optimizer, "_clip_gradients"),
+        (keras.random.SeedGenerator, "next"),
+    ]
+
+
+probe.check(wanted())
+
+
+def wrap(name: str, hook: Callable[..., Any]) -> None:
+    """Let `hook(original, *args, **kwargs)` run in the place of a function.
+
+    Once for each hook, however often this is called.
+
+    Args:
+        name: one of
+            "seeds": tensorflow/python/framework/random_seed.py: get_seed(op_seed),
+            which all operations that draw ask while they are made;
+            "data seeds": tensorflow/python/data/util/random_seed.py: get_seed(seed),
+            which `shuffle`, `random` and so on ask while a dataset is made;
+            "generator": keras.random.SeedGenerator.next, which is public;
+            "arrays": keras/src/trainers/data_adapters/array_data_adapter.py:
+            ArrayDataAdapter.get_tf_dataset, which calls tf.random.shuffle;
+            "build": KB/tensorflow/trainer.py: _maybe_symbolic_build(iterator,
+            data_batch), in which `fit`, `evaluate` and their kin read a batch to build
+            the model, whatever scope that is of;
+            "compile": keras.Model.compile, which is public;
+            "train function": KB/tensorflow/trainer.py: make_train_function, which
+            `fit` and `train_on_batch` call before the first step;
+            "apply": keras/src/optimizers/base_optimizer.py: _backend_apply_gradients,
+            to which local gradients come first;
+            "clip": _clip_gradients beside it, before the reduction;
+            "logs": keras/src/trainers/trainer.py: _get_metrics_result_or_logs, which
+            takes the logs of a worker's last step where names of metrics do not fit;
+            "steps": keras/src/trainers/epoch_iterator.py: _enumerate_iterator, which
+            yields the steps of an epoch and the iterator that they are read from;
+            "loss scale": keras/src/losses/loss.py: unscale_loss_for_distribution;
+            "loss": reduce_weighted_values beside it, which alone knows by what a loss
+            is divided;
+            "average loss": tf.nn.compute_average_loss, which is public.
+        hook: gets the function that was there before, and its arguments.
+    """
+    owner, attribute = {
+        "seeds": (random_seed, "get_seed"),
+        "data seeds": (data_random_seed, "get_seed"),
+        "generator": (keras.random.SeedGenerator, "next"),
+        "arrays": (array_data_adapter.ArrayDataAdapter, "get_tf_dataset"),
+        "build": (keras.Model, "_maybe_symbolic_build"),
+        "compile": (keras.Model, "compile"),
+        "train function": (keras.Model, "make_train_function"),
+        "apply": (keras.optimizers.Optimizer, "_backend_apply_gradients"),
+        "clip": (keras.optimizers.Optimizer, "_clip_gradients"),
+        "logs": (keras.Model, "_get_metrics_result_or_logs"),
+        "steps": (EpochIterator, "_enumerate_iterator"),
+        "loss scale": (loss_module, "unscale_loss_for_distribution"),
+        "loss": (loss_module, "reduce_weighted_values"),
+        "average loss": (tf.nn, "compute_average_loss"),
+    }[name]
+    if inspect.isclass(owner):
+        owner = next(each for each in owner.__mro__ if attribute in vars(each))
+    with _wrapping:
+        if (name, hook) in _wrapped:
+            return
+        original = getattr(owner, attribute)
+        _wrapped[name, hook] = original
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        setattr(owner, attribute, wrapped)
+
+
+_wrapping = threading.Lock()
+_wrapped: dict[tuple[str, Callable[..., Any]], Any] = {}  # and what was there before
+
+
+def replace_random(make: Callable[[Any], Any]) -> None:
+    """Let PyDatasets be read in the order of `make(random)` instead of `random`.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py: its module `random`.
+    """
+    with _wrapping:
+        if ("PyDataset", make) not in _wrapped:
+            _wrapped["PyDataset", make] = py_dataset_adapter.random
+            py_dataset_adapter.random = make(py_dataset_adapter.random)
+
+
+def hook_share() -> None:
+    """Let Keras ask the `share` of a strategy of ours, where it has one; once."""
+    wrap("apply", _apply_own_gradients)
+    wrap("clip", _leave_to_the_exchange)
+    wrap("logs", _agree_on_logs)
+    wrap("loss scale", _keep_undivided)
+    wrap("loss", _note_loss)
+    # What is divided by a global batch is to be summed.
+    wrap("average loss", _note_average)
+
+
+# They clip what was exchanged, without a strategy.
+_clip_sums: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def clip_sums(optimizer: keras.optimizers.Optimizer) -> None:
+    """Let Keras leave gradients of an optimizer to `clipped`."""
+    wrap("clip", _leave_to_the_exchange)
+    _clip_sums.add(optimizer)
+
+
+def clipped(optimizer: keras.optimizers.Optimizer, gradients: list[Any]) -> list[Any]:
+    """Return gradients as Keras clips them for an optimizer."""
+    clip = _wrapped.get(("clip", _leave_to_the_exchange))
+    return gradients if clip is None else list(clip(optimizer, gradients))
+
+
+# Their gradients are the same on all workers, not those of this one's rows.
+_as_they_are: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def apply_as_they_are(optimizer: keras.optimizers.Optimizer) -> None:
+    """Let an optimizer apply gradients without asking for their sum over replicas.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._backend_update_step, which reduces and then
+    calls _distributed_tf_update_step in the cross-replica context.
+    """
+
+    def update_step(
+        gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        plain = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        pairs = list(zip(gradients, plain, strict=True))
+        tf.distribute.get_replica_context().merge_call(
+            optimizer._distributed_tf_update_step, args=(pairs, learning_rate)
+        )
+
+    host.set_update_step(optimizer, update_step)
+    _as_they_are.add(optimizer)
+
+
+def _share_of(strategy: Any) -> Any:
+    return getattr(strategy, "share", None)
+
+
+def _apply_own_gradients(
+    original: Callable[..., Any], optimizer: Any, grads: Any, variables: Any
+) -> Any:
+    share = _share_of(host.strategy_of(optimizer))
+    if share is not None and optimizer not in _as_they_are:
+        grads = share.own_gradients(grads)
+    return original(optimizer, grads, variables)
+
+
+def _leave_to_the_exchange(
+    original: Callable[..., Any], optimizer: Any, grads: Any
+) -> Any:
+    share = _share_of(host.strategy_of(optimizer))
+    later = share is not None and share.clips_sum and optimizer not in _as_they_are
+    if later or optimizer in _clip_sums:
+        return grads
+    return original(optimizer, grads)
+
+
+def _agree_on_logs(original: Callable[..., Any], model: Any, logs: Any) -> Any:
+    found = original(model, logs)
+    share = _share_of(model.distribute_strategy)
+    if share is None or found is not logs or not isinstance(logs, dict):
+        return found
+    return share.agree_on_logs(logs)
+
+
+def _keep_undivided(original: Callable[..., Any], value: Any) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None and share.undivided:
+        return value
+    return original(value)
+
+
+def _note_average(
+    original: Callable[..., Any],
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None and global_batch_size is not None:
+        share.note_loss("sum", lambda: None)
+    return original(per_example_loss, sample_weight, global_batch_size)
+
+
+def _note_loss(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None:
+        weights = sample_weight if reduction == "mean_with_sample_weight" else None
+        kind = {"sum": "sum", "none": "none", None: "none"}.get(reduction, "rows")
+        if kind == "rows" and (weights is not None or mask is not None):
+            kind = "own"
+
+        def counted() -> Any:
+            ones = tf.ones_like(values)
+            return original(ones, weights, mask, "sum", dtype)
+
+        share.note_loss(kind, counted)
+    return original(values, sample_weight, mask, reduction, dtype)

@@ -1,0 +1,329 @@
+"""Private names of Keras's optimizers, models, data adapters and callbacks.
+
+KB is keras/src/backend.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc._host import distribute, probe
+
+with probe.imports():
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+    from keras.src.trainers.data_adapters import (
+        array_data_adapter,
+        generator_data_adapter,
+        py_dataset_adapter,
+    )
+    from tensorflow.python.ops import resource_variable_ops
+
+
+def wanted() -> list[tuple[Any, str]]:
+    """Return the private names, with the object or class that must have each."""
+    arrays = getattr(array_data_adapter, "ArrayDataAdapter", None)
+    generator = getattr(generator_data_adapter, "GeneratorDataAdapter", None)
+    py_dataset = getattr(py_dataset_adapter, "PyDatasetAdapter", None)
+    variable = getattr(resource_variable_ops, "BaseResourceVariable", None)
+    return [
+        (array_data_adapter, "ArrayDataAdapter"),
+        (arrays, "_shuffle"),
+        (generator_data_adapter, "GeneratorDataAdapter"),
+        (generator, "_first_batches"),
+        (py_dataset_adapter, "PyDatasetAdapter"),
+        (py_dataset, "_standardize_batch"),
+        (global_state, "get_global_attribute"),
+        (seed_generator, "global_seed_generator"),
+        (resource_variable_ops, "BaseResourceVariable"),
+        (variable, "_distribute_strategy"),
+        (keras.name_scope, "caller"),
+        (keras.Model, "_initial_epoch"),
+        (keras.callbacks.ModelCheckpoint, "_batches_seen_since_last_saving"),
+        (keras.callbacks.ModelCheckpoint, "_last_batch_seen"),
+        (keras.callbacks.SwapEMAWeights, "_ema_weights_in_model"),
+        (keras.callbacks.TensorBoard, "_writers"),
+        # Where it is, metrics are summed over workers when they are read, and `fit`
+        # hands bound methods to `Strategy.run`.
+        (keras.Variable, "synchronization"),
+        # What `horovod/normalization.py` replaces: keras/src/layers/normalization.
+        (keras.layers.BatchNormalization, "_moments"),
+        (keras.optimizers.Optimizer, "_backend_update_step"),
+        (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
+        (keras.optimizers.Optimizer, "_distribution_strategy"),
+        (keras.optimizers.Optimizer, "_learning_rate"),
+        (keras.optimizers.Optimizer, "_model_variables_moving_average"),
+        (keras.optimizers.Optimizer, "_trainable_variables"),
+    ]
+
+
+probe.check(wanted())
+
+
+def calling_optimizer() -> keras.optimizers.Optimizer | None:
+    """Return the optimizer in whose name scope this is called, if any.
+
+    KB/common/name_scope.py: the stack under "name_scope_stack"; its entries' `caller`.
+    An optimizer's all_reduce looks like anyone's else.
+    """
+    stack = global_state.get_global_attribute("name_scope_stack")
+    caller = stack[-1].caller if stack else None
+    return caller if isinstance(caller, keras.optimizers.Optimizer) else None
+
+
+def foreign_module(function: Any) -> str:
+    """Name the module of a step or update that is not of this Keras; "" of others.
+
+    tf_keras, TensorFlow's copy of Keras 2 (tensorflow/python/keras) and its optimizers
+    of V1 know nothing of `keras.optimizers.Optimizer`.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "python_function", function)
+    owner = getattr(function, "__self__", None)
+    classes = () if owner is None else type(owner).__mro__
+    for each in (*classes, function):
+        module = getattr(each, "__module__", None) or ""
+        if module.startswith(("tf_keras.", "tensorflow.python.keras.")):
+            return module
+        if each is tf.compat.v1.train.Optimizer:
+            return module
+    return ""
+
+
+def model_of(step: Any) -> keras.Model | None:
+    """Return the model of which this is a method, maybe one made a tf.function."""
+    for function in (step, getattr(step, "python_function", None)):
+        owner = getattr(function, "__self__", None)
+        # tensorflow/.../polymorphic_function/function_type_utils.py: a weak reference.
+        owner = getattr(owner, "weakrefself_target__", lambda owner=owner: owner)()
+        if isinstance(owner, keras.Model):
+            return owner
+    return None
+
+
+def has_no_call(model: keras.Model) -> bool:
+    """Tell whether a model is trained by its own `train_step` alone."""
+    return type(model).call is keras.Model.call
+
+
+def has_step_of_keras(model: keras.Model) -> bool:
+    """Tell whether Keras itself computes a model's training loss and applies it."""
+    own = type(model)
+    return (
+        own.train_step is keras.Model.train_step
+        and own.compute_loss is keras.Model.compute_loss
+    )
+
+
+def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
+    """Return the strategy in whose scope an optimizer or variable was made.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._distribution_strategy, and
+    tensorflow/python/ops/resource_variable_ops.py: _distribute_strategy.
+    """
+    for name in ("_distribution_strategy", "_distribute_strategy"):
+        if hasattr(thing, name):
+            return getattr(thing, name)
+    return None
+
+
+def inner_optimizers(optimizer: Any) -> Sequence[Any]:
+    """Return the optimizer and those it wraps, as LossScaleOptimizer does."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, *inner_optimizers(inner)]
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Return the optimizers of a model, each once, in the same order on every worker.
+
+    Those it was compiled with or has as attributes, in containers, in layers and models
+    within it, or in other optimizers, as LossScaleOptimizer and MultiOptimizer.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = collections.deque([getattr(model, "optimizer", None), model])
+    while waiting:
+        each = waiting.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, keras.optimizers.Optimizer):
+            found[id(each)] = each
+            waiting.append(getattr(each, "inner_optimizer", None))
+            waiting.extend(getattr(each, "optimizers", []))
+        elif isinstance(each, keras.Layer):
+            waiting.extend(vars(each).values())
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple)):
+            waiting.extend(each)
+    return list(found.values())
+
+
+def update_variables(
+    optimizer: keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    pairs: Sequence[tuple[Any, Any]],
+    learning_rate: Any,
+) -> None:
+    """Run an optimizer's update of (gradient, variable) pairs, and no more of a step.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._distributed_tf_update_step, inside the name
+    scope that marks the optimizer as the caller.
+    """
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer._distributed_tf_update_step(strategy, pairs, learning_rate)
+
+
+def variables_of(optimizer: keras.optimizers.Optimizer) -> Sequence[Any]:
+    """Return what an optimizer was built for.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._trainable_variables.
+    """
+    return optimizer._trainable_variables
+
+
+def update_step_of(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+    """Return what updates variables by gradients at a learning rate.
+
+    KB/tensorflow/optimizer.py: TFOptimizer._backend_update_step.
+    """
+    return optimizer._backend_update_step
+
+
+def set_update_step(
+    optimizer: keras.optimizers.Optimizer, update_step: Callable[..., None]
+) -> None:
+    """Put something in the place of `update_step_of`, of this one optimizer."""
+    optimizer._backend_update_step = update_step
+
+
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return the averages of weights that an optimizer keeps with `use_ema`.
+
+    keras/src/optimizers/base_optimizer.py:
+    BaseOptimizer._model_variables_moving_average.
+    """
+    return [v.value for v in getattr(optimizer, "_model_variables_moving_average", [])]
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return what else an optimizer keeps, of floating point; not the learning rate.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._learning_rate.
+    """
+    others = [
+        *getattr(optimizer, "_model_variables_moving_average", []),
+        getattr(optimizer, "_learning_rate", None),
+    ]
+    known = {id(other) for other in others}
+    found = [v.value for v in optimizer.variables if id(v) not in known]
+    return [v for v in found if v.dtype.is_floating]
+
+
+def follows_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether a learning rate goes by an optimizer's iterations.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._learning_rate.
+    """
+    kind = keras.optimizers.schedules.LearningRateSchedule
+    return isinstance(getattr(optimizer, "_learning_rate", None), kind)
+
+
+def global_seed_state() -> Any:
+    """Return the state of the generator that Keras uses where a layer names none.
+
+    keras/src/random/seed_generator.py: global_seed_generator.
+    """
+    return seed_generator.global_seed_generator().state
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """Return what `set_initial_epoch` or BackupAndRestore has set."""
+    return model._initial_epoch
+
+
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Let `fit`, which has begun, start at an epoch; as BackupAndRestore does.
+
+    keras/src/trainers/trainer.py: Trainer._initial_epoch.
+    """
+    model._initial_epoch = epoch
+
+
+# By class of callbacks.
+_REMEMBERED = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
+    "ModelCheckpoint": (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+}
+
+
+def remembered_by(callback: Any) -> list[str]:
+    """Return the attributes in which a callback remembers what it has seen.
+
+    Numbers, or None. keras/src/callbacks: model_checkpoint.py
+    ModelCheckpoint._batches_seen_since_last_saving and _last_batch_seen,
+    swap_ema_weights.py SwapEMAWeights._ema_weights_in_model.
+    """
+    return [
+        name
+        for kind, names in _REMEMBERED.items()
+        if isinstance(callback, getattr(keras.callbacks, kind))
+        for name in names
+        if hasattr(callback, name)
+    ]
+
+
+def silence_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
+    """Let what asks a callback for its writers write nothing.
+
+    keras/src/callbacks/tensorboard.py: TensorBoard._writers.
+    """
+    noop = tf.summary.create_noop_writer()
+    callback._writers = {"train": noop, "val": noop}
+
+
+def changed_by_forward_passes(model: keras.Model) -> list[Any]:
+    """Return the variables of metrics, and of layers beside what is trained.
+
+    Of this worker; without the states of random generators.
+    """
+    found = [*model.non_trainable_variables, *model.metrics_variables]
+    values = [v.value for v in found if v.name != "seed_generator_state"]
+    return [(distribute.components_of(value) or (value,))[0] for value in values]
+
+
+def shuffles(adapter: Any) -> bool:
+    """Tell whether Keras shuffles these arrays. ArrayDataAdapter._shuffle."""
+    return bool(adapter._shuffle)
+
+
+def first_batches_of(epoch_iterator: Any) -> tf.data.Dataset | None:
+    """Return the first batches of Python code, which may give each only once.
+
+    keras/src/trainers/data_adapters: GeneratorDataAdapter._first_batches and
+    PyDatasetAdapter._standardize_batch.
+
+    Returns:
+        A dataset; None where there is no Python code to ask.
+    """
+    adapter = epoch_iterator.data_adapter
+    generator = generator_data_adapter.GeneratorDataAdapter
+    if isinstance(adapter, generator):
+        batches = adapter._first_batches
+    elif isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        batches = [adapter._standardize_batch(adapter.py_dataset[0])]
+    else:
+        return None
+    return generator(iter(batches)).get_tf_dataset()

@@ -1,0 +1,1 @@
+"""Deep Gradient Compression of tensors: pure functions."""

@@ -1,0 +1,208 @@
+"""The step of Deep Gradient Compression. Pure functions.
+
+Axes: P arena elements, N workers, K message slots. The paper's letters: g gradient,
+u velocity (local momentum), v residual (accumulated velocity), m momentum, lr learning
+rate. As in Keras, and other than in the paper, lr is inside the velocity: what waits
+keeps the rate of its own step. At a constant rate the two are the same.
+
+    g    <- lr * clip(g, clip_norm * N**-0.5)
+    u    <- m * u + g                     Nesterov: u <- m * (u + g)
+    v    <- v + u                                   v <- v + u + g
+    S    <- the elements of v over their tensor's threshold
+    send    v[S]
+    v[S] <- v[S] - sent,  u[S] <- 0       0 but for the rounding of the sent values
+
+Where all of v is sent, u stays: it is synchronous SGD with momentum.
+
+References:
+    Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018, algorithms 1 to 4,
+    https://arxiv.org/abs/1712.01887
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc.compression import arena, message, selection
+from tf_dgc.compression.arena import Layout
+from tf_dgc.config import DGCConfig
+from tf_dgc.values import half_square
+
+
+class Momentum(NamedTuple):
+    """What is taken over from the optimizer: the step of SGD."""
+
+    factor: float  # m, in [0, 1]
+    nesterov: bool
+    learning_rate: tf.Tensor | float = 1.0  # lr, shape []
+
+
+class State(NamedTuple):
+    """What a worker keeps from step to step."""
+
+    velocity: tf.Tensor | None  # u, shape [P], float32; None without momentum
+    residual: tf.Tensor  # v, shape [P], float32
+
+
+class Selection(NamedTuple):
+    """What a worker sends."""
+
+    positions: tf.Tensor  # shape [C], int64, ascending, C <= K
+    values: tf.Tensor  # shape [C], the message's value type: v[S] * 2**exponent
+    exponent: tf.Tensor  # shape [], int32
+
+
+def clip_scale(gradients: Sequence[Any], clip_norm: float, workers: int) -> tf.Tensor:
+    """Return what clips local gradients, by the norm of all of them together.
+
+    The exponent -1/2 belongs to gradients that are already divided by the number of
+    workers, as Keras does with the loss: their sum is the mean gradient.
+
+    Args:
+        gradients: tensors or IndexedSlices.
+        clip_norm: the norm allowed to the mean gradient.
+        workers: N.
+
+    Returns:
+        The factor that brings their norm down to `clip_norm * N**-0.5`, or 1; shape [],
+        float32.
+    """
+    if not gradients:
+        return tf.ones([])
+    # Dense, as the rows of IndexedSlices may repeat themselves.
+    dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    half = half_square(dense)
+    norm = tf.cond(
+        tf.math.is_finite(half),
+        lambda: tf.sqrt(2.0 * tf.cast(half, tf.float64)),
+        # The squares of float32 do not overflow in float64.
+        lambda: tf.linalg.global_norm([tf.cast(part, tf.float64) for part in dense]),
+    )
+    limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
+    return tf.cast(limit / tf.maximum(norm, limit), tf.float32)
+
+
+def accumulate(
+    state: State,
+    gradient: tf.Tensor,
+    momentum: Momentum | None,
+    scale: tf.Tensor | float = 1.0,
+) -> State:
+    """Add a local gradient, with momentum correction where there is momentum.
+
+    Args:
+        state: u and v.
+        gradient: g, shape [P], float32.
+        momentum: None accumulates the gradient itself, without the learning rate.
+        scale: of the gradient, as `clip_scale` returns it.
+
+    Returns:
+        The state with u and v as at the top of this module.
+    """
+    u, v = state
+    gradient = tf.convert_to_tensor(scale)[..., tf.newaxis] * gradient
+    if momentum is None:
+        return State(u, v + gradient)
+    gradient = tf.cast(momentum.learning_rate, tf.float32) * gradient
+    if u is None:
+        return State(u, v + gradient)
+    if momentum.nesterov:
+        u = momentum.factor * (u + gradient)
+        return State(u, v + u + gradient)
+    u = momentum.factor * u + gradient
+    return State(u, v + u)
+
+
+def keep(state: State, where: tf.Tensor, sent: tf.Tensor) -> State:
+    """Take what was sent out of v, and clear u there: sent + kept = accumulated.
+
+    Args:
+        state: u and v; without u there is no momentum factor masking.
+        where: indices of v, shape [K, 1], or [K, 2] for v of shape [N, P], without
+            repetition. Those outside of v, of unused slots, count under XLA only, which
+            leaves them out.
+        sent: shape [K], float32.
+    """
+    u, v = state
+    if u is not None:
+        u = tf.tensor_scatter_nd_update(u, where, tf.zeros_like(sent))
+    return State(u, tf.tensor_scatter_nd_sub(v, where, sent))
+
+
+def select(
+    residual: tf.Tensor,
+    peaks: tf.Tensor,
+    layout: Layout,
+    sparsity: float,
+    config: DGCConfig,
+    step: tf.Tensor,
+) -> Selection:
+    """Select what to send of the residual.
+
+    Args:
+        residual: v after `accumulate`.
+        peaks: `selection.peaks` of it.
+        layout: of the arena.
+        sparsity: of the present stage; 0 selects everything.
+        config: `sample_fraction` and `value_dtype` count.
+        step: shape [], int64.
+
+    Returns:
+        The selection, its values rounded to `config.value_dtype` but never to infinity;
+        float16 with the exponent that brings the largest near the end of its range.
+    """
+    slots = selection.slots_per_segment(layout, sparsity)
+    threshold = selection.thresholds(
+        residual, peaks, layout, sparsity, config.sample_fraction, step
+    )
+    positions, values = selection.select(
+        residual, peaks, layout, threshold, slots, step
+    )
+    value_dtype, exponent = tf.as_dtype(config.value_dtype), tf.zeros([], tf.int32)
+    if value_dtype == tf.float16:
+        largest = tf.maximum(tf.reduce_max(tf.abs(values)), selection.SMALLEST)
+        binade = tf.cast(tf.floor(tf.math.log(largest) / math.log(2)), tf.int32)
+        most = message.MAX_EXPONENT
+        exponent = tf.clip_by_value(14 - binade, -most, most)
+        values *= message.power_of_two(exponent)
+    if value_dtype != tf.float32:
+        limit = float(value_dtype.max)
+        bounded = tf.clip_by_value(values, -limit, limit)  # but infinity stays it
+        values = tf.where(tf.math.is_inf(values), values, bounded)
+        values = tf.cast(values, value_dtype)
+    return Selection(positions, values, exponent)
+
+
+def send(
+    residual: tf.Tensor,
+    peaks: tf.Tensor,
+    *,
+    form: message.Format,
+    layout: Layout,
+    sparsity: float,
+    config: DGCConfig,
+    step: tf.Tensor,
+) -> tf.Tensor:
+    """Write this worker's message of a step.
+
+    Args:
+        residual: v after `accumulate`.
+        peaks: `selection.peaks` of it.
+        form: what `message_format` chose; without slots, the residual goes densely.
+        layout: of the arena.
+        sparsity: of the present stage.
+        config: what `select` takes.
+        step: shape [], int64.
+
+    Returns:
+        The message, shape [form.words], int32.
+    """
+    if form.slots:
+        chosen = select(residual, peaks, layout, sparsity, config, step)
+    else:
+        nothing = tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
+        chosen = Selection(*nothing, tf.zeros([], tf.int32))
+    checksum = arena.checksum(layout)
+    return message.pack(form, *chosen, checksum=checksum, step=step)

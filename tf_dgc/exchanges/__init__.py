@@ -1,0 +1,54 @@
+"""What is done with gradients between their computation and their use.
+
+One object is one optimizer's variables, and holds its own state.
+"""
+
+from collections.abc import Callable
+
+from tf_dgc.compression import dgc
+from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges.averaged import Averaged, Averaging, Companions
+from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.compressed import Compressed, Workers, one
+from tf_dgc.exchanges.dense import Dense
+from tf_dgc.exchanges.ledger import Ledger, Make
+from tf_dgc.exchanges.parts import Part
+from tf_dgc.transports.base import Transport
+
+__all__ = [
+    "Averaged",
+    "Averaging",
+    "Companions",
+    "Compressed",
+    "Dense",
+    "EachStep",
+    "Exchange",
+    "Ledger",
+    "Make",
+    "Part",
+    "Place",
+    "Update",
+]
+
+
+class EachStep:
+    """Makes exchanges of the gradients of each step, for a `Ledger`."""
+
+    lockstep = True
+
+    def __init__(
+        self, config: DGCConfig | None, workers: Callable[[Transport], Workers] = one
+    ) -> None:
+        """Take settings: of compression, or None for dense exchanges.
+
+        Args:
+            config: the settings.
+            workers: which of the workers a process is.
+        """
+        self._config, self._workers = config, workers
+
+    def __call__(self, place: Place, momentum: dgc.Momentum | None) -> Exchange:
+        """Make an exchange; momentum is corrected where it is compressed."""
+        if self._config is None:
+            return Dense(place)
+        return Compressed(place, momentum, self._config, self._workers)

@@ -1,0 +1,128 @@
+"""What an exchange is: one object for one optimizer's variables, with its state.
+
+It reads its state, calls pure functions, calls the wire and writes its state. It knows
+gradients, variables and a transport, and nothing of Keras or Horovod.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc import values
+from tf_dgc.compression import dgc
+from tf_dgc.exchanges.figures import Clock, Counters, TensorStats
+from tf_dgc.exchanges.parts import Part
+from tf_dgc.exchanges.replicas import Replicas
+from tf_dgc.transports.base import Transport
+
+
+class Place(NamedTuple):
+    """Whose gradients an exchange sums, and with whom."""
+
+    transport: Transport
+    number: int  # in the order of first exchanges; the same on every worker
+    variables: Sequence[Any]  # with a name, a shape and a dtype
+    owner: Callable[[], Any]  # the optimizer, or what else; None when it is gone
+    clock: Clock  # of all exchanges of a ledger
+    interval: int  # steps between two comparisons of replicas; 0 is never
+
+    @property
+    def name(self) -> str:
+        """Prefix of the names of its collectives."""
+        return f"optimizer{self.number}"
+
+    @property
+    def forms(self) -> list[str]:
+        """What every worker must have alike: types and shapes of the variables."""
+        return values.forms(self.variables)
+
+
+class Update(NamedTuple):
+    """What an exchange makes of a worker's gradients: the same on every worker."""
+
+    gradients: list[Any]  # summed over the workers; rows of IndexedSlices
+    # still repeat; None is in the variables already
+    finished: list[bool]  # per gradient: it is SGD's step, momentum and rate in it
+    applies: tf.Tensor | None = None  # shape [], bool: False where all skip; None: True
+    sent: tf.Tensor | None = None  # bytes and elements of this worker, shape [2], int64
+
+
+Apply = Callable[[Update, Sequence[Any]], None]
+
+
+class Exchange(abc.ABC):
+    """Exchanges the gradients of an owner's variables; lives as long as the owner.
+
+    Attributes:
+        lockstep: whether all workers meet in each step.
+        variables: what it is about.
+        counters: what this worker sends.
+        replicas: compares what should be alike on all workers.
+    """
+
+    lockstep = True
+
+    def __init__(self, place: Place) -> None:
+        self.transport, self.number, self.name = (
+            place.transport,
+            place.number,
+            place.name,
+        )
+        self.variables, self.owner = place.variables, place.owner
+        self.forms = place.forms
+        self.counters = Counters(place.clock)
+        self.replicas = Replicas(self.transport, place.interval, self.name)
+
+    @property
+    def state(self) -> Mapping[str, tf.Variable]:
+        """What is saved of this worker, by name."""
+        return {}
+
+    @property
+    def steps(self) -> int:
+        """How many exchanges count towards its schedule."""
+        return 0
+
+    @abc.abstractmethod
+    def gradients(
+        self,
+        local: list[Any],
+        momentum: dgc.Momentum | None = None,
+        part: Part | None = None,
+    ) -> Update:
+        """Exchange this worker's gradients, before the optimizer's step.
+
+        Args:
+            local: for each variable a tensor or IndexedSlices of static shape.
+            momentum: what the optimizer leaves to the exchange.
+            part: what they count; None where those of all workers count alike.
+        """
+
+    def parameters(self) -> None:
+        """Exchange parameters, where that is what is exchanged: after the step."""
+        return
+
+    def load(self, arrays: Mapping[str, Any], steps: int) -> None:
+        """Take over what was saved: all that `state` names, and `steps`."""
+        state = self.state
+        for name, array in arrays.items():
+            state[name].assign(tf.cast(array, state[name].dtype))
+
+    def flush(self, variables: Sequence[Any], apply: Apply) -> None:
+        """Apply, eagerly, what all workers keep back of variables; then clear it.
+
+        Args:
+            variables: of which; others are left alone.
+            apply: takes an update, and the variables it is of.
+        """
+        return
+
+    def kept(self) -> list[tf.Tensor]:
+        """Return what is kept back."""
+        return []
+
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return this worker's figures of each compressed tensor, eagerly."""
+        return []

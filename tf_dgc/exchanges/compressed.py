@@ -1,0 +1,466 @@
+"""The largest elements are exchanged, the rest is kept for later.
+
+Axes: P arena elements, N workers, W of them in this process: one, but in a simulation.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc import values
+from tf_dgc.compression import arena, dgc, message, selection, warmup
+from tf_dgc.compression.arena import Layout
+from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges.base import Apply, Exchange, Place, Update
+from tf_dgc.exchanges.figures import Coverage, TensorStats
+from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.parts import Part, weighed_sum
+from tf_dgc.transports import sums
+from tf_dgc.transports.base import Transport
+
+_logger = logging.getLogger("tf_dgc")
+
+
+class Workers(NamedTuple):
+    """Which of the N workers a process is, and how it runs their pure functions."""
+
+    ranks: Sequence[int]
+    each: Callable[..., Any]  # each(fn, *args) is fn(*args), of each of them
+    axis: list[int]  # the first axis of what there is one of each: [], or [W]
+
+    def seats(self, workers: int) -> tf.Tensor:
+        """Return 1 in the place of each: shape [*axis, N]."""
+        seats = tf.one_hot(self.ranks, workers)
+        return tf.reshape(seats, [*self.axis, workers])
+
+
+def one(transport: Transport) -> Workers:
+    """Return what a process is that is one worker."""
+    return Workers([transport.rank], lambda fn, *args: fn(*args), [])
+
+
+class Compressed(Exchange):
+    """Deep Gradient Compression of the large tensors, the small ones dense.
+
+    Attributes:
+        layout: of the arena of compressed tensors.
+        velocity: u, shape [P], float32; None where no momentum is corrected.
+        residual: v, of the same shape; [N, P] where this process is N workers.
+        step: shape [], int64, number of exchanges done.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        momentum: dgc.Momentum | None,
+        config: DGCConfig,
+        workers: Callable[[Transport], Workers] = one,
+    ) -> None:
+        """Create the variables, all zero, outside of any graph.
+
+        Args:
+            place: whose gradients, and with whom.
+            momentum: of the first step.
+            config: the settings.
+            workers: which the process is.
+        """
+        super().__init__(place)
+        self.config, self._workers = config, workers(self.transport)
+        shapes = [v.shape.as_list() for v in self.variables]
+        self._large = [
+            i
+            for i, v in enumerate(self.variables)
+            if arena.is_compressed(shapes[i], v.dtype, config.min_elements)
+        ]
+        self._small = [i for i in range(len(shapes)) if i not in self._large]
+        self.layout = arena.build(
+            [(self.variables[i].name, shapes[i]) for i in self._large]
+        )
+        # u and v are then steps of SGD, not gradients.
+        self._corrects = config.momentum_correction and momentum is not None
+        shape = [*self._workers.axis, self.layout.size]
+        self._device = self.transport.device
+        with tf.init_scope(), tf.device(self._device):
+            zeros = tf.zeros(shape)
+            with_velocity = self._corrects and momentum and momentum.factor
+            self.velocity = (
+                own_variable(zeros, "dgc_velocity") if with_velocity else None
+            )
+            self.residual = own_variable(zeros, "dgc_residual")
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.step = own_variable(tf.zeros([], tf.int64), "dgc_step")
+        self._coverage = Coverage(self.layout, self._device)
+        self._stages = warmup.stages(config)
+        self._tell_dense_stages()
+        self._tell_dense_types()
+        if self._large:
+            text = "Compiling the exchange of %s: stages %d"
+            _logger.info(text, self.name, len(self._stages))
+
+    # The step: local -> wire -> local.
+
+    def gradients(
+        self,
+        local: list[Any],
+        momentum: dgc.Momentum | None = None,
+        part: Part | None = None,
+    ) -> Update:
+        """Sum the small tensors, and what all select of the large ones."""
+        momentum = momentum if self._corrects else None
+        self._refuse_late(momentum)
+        # It is the norm of what is divided by N that is clipped.
+        times = 1 if part is None else self.transport.size / part.whole
+        stage = functools.partial(self._clipped, momentum=momentum, times=times)
+        gradient, small, nonfinite, scale = self._workers.each(stage, local)
+
+        # Wire 1. Before any state changes all must know whether the step counts.
+        seats = self._workers.seats(self.transport.size)
+        told = weighed_sum(self.transport, small, self.name, seats, nonfinite, part)
+        ok = self._all_finite(told.nonfinite)
+
+        large = [self.variables[i] for i in self._large]
+        finished = momentum is not None
+        weights = (
+            large
+            if finished and all(v.dtype == tf.float32 for v in large)
+            else None  # the optimizer's to change
+        )
+
+        def send() -> tf.Tensor:
+            state = dgc.State(self.velocity, self.residual)
+            rate = momentum and momentum._replace(
+                learning_rate=tf.cast(momentum.learning_rate, tf.float32)
+            )
+            args = gradient, rate, scale * told.factor
+            inplace.update(self._device, dgc.accumulate, state, *args)
+            return self._sum(weights)
+
+        sent = tf.cond(ok, send, lambda: tf.zeros([2], tf.int64))
+        found: list[Any] = [None] * len(local)
+        for i, tensor in zip(self._small, told.gradients, strict=True):
+            found[i] = tensor
+        if weights is None:
+            parts = arena.unflatten(self.layout, self._total.read_value())
+            for i, tensor in zip(self._large, parts, strict=True):
+                found[i] = tf.cast(tensor, local[i].dtype)
+        flags = [finished and i in self._large for i in range(len(local))]
+        return Update(found, flags, ok, told.sent + sent)
+
+    def _clipped(
+        self, local: list[Any], momentum: dgc.Momentum | None, times: float
+    ) -> tuple[tf.Tensor, list[Any], tf.Tensor, tf.Tensor]:
+        """Return the arena's gradient, the small ones, what is not finite, the scale.
+
+        Pure. The scale, shape [], is still to be applied to the arena's.
+        """
+        large = [tf.convert_to_tensor(local[i]) for i in self._large]
+        small = [local[i] for i in self._small]
+        gradient, scale = arena.flatten(self.layout, large), tf.ones([])
+        together = [gradient, *small]
+        rate = [] if momentum is None else [tf.cast(momentum.learning_rate, tf.float32)]
+        nonfinite = values.first_nonfinite(local, rate, together)
+        if self.config.clip_norm is not None:
+            size = self.transport.size
+            norm = self.config.clip_norm * times
+            scale = dgc.clip_scale(together, norm, size)
+            small = [values.scaled(part, scale) for part in small]
+        return gradient, small, nonfinite, scale
+
+    def _sum(self, weights: Sequence[tf.Variable] | None) -> tf.Tensor:
+        """Sum at the present stage; return bytes and elements sent, shape [2]."""
+        peaks = inplace.call(self._device, selection.peaks, self.residual)
+        step = self.step.read_value()
+        branches: list[Callable[[], tf.Tensor]] = [
+            functools.partial(self._at, stage, peaks, weights, step, f"{self.name}.{i}")
+            for i, stage in enumerate(self._stages)
+        ]
+        if len(branches) == 1:
+            sent = branches[0]()
+        else:
+            sent = tf.switch_case(warmup.stage_index(step, self._stages), branches)
+        self.step.assign_add(1, read_value=False)
+        return sent
+
+    def _at(
+        self,
+        stage: warmup.Stage,
+        peaks: tf.Tensor,
+        weights: Sequence[tf.Variable] | None,
+        step: tf.Tensor,
+        name: str,
+    ) -> tf.Tensor:
+        """Select, exchange, keep the rest; add up, or change the weights."""
+        config, layout = self.config, self.layout
+        form = message_format(layout, stage.sparsity, config, self.transport.size)
+        write = functools.partial(
+            dgc.send,
+            form=form,
+            layout=layout,
+            sparsity=stage.sparsity,
+            config=config,
+            step=step,
+        )
+        own = self._workers.each(write, self.residual.read_value(), peaks)
+
+        # Wire 2.
+        wire = sums.GatherSum(self.transport, form, self._workers.ranks)
+        total, used, elements = wire(own, f"{name}.message")
+        if not form.slots and layout.size:
+            return self._sum_densely(stage, weights, name, total, form.bytes)
+
+        self._keep(used)
+        if weights is None:
+            inplace.update(self._device, selection.densify, self._total, *total)
+        else:
+            self._subtract(weights, total)
+        self._coverage.record(used.positions[0])
+        return tf.stack([tf.constant(form.bytes, tf.int64), elements])
+
+    def _sum_densely(
+        self,
+        stage: warmup.Stage,
+        weights: Sequence[tf.Variable] | None,
+        name: str,
+        agreed: sums.Sparse,
+        header_bytes: int,
+    ) -> tf.Tensor:
+        """Exchange all of the arena, in a stage where that costs less."""
+        (total,) = self.transport.all_reduce(
+            [self.residual.read_value()], f"{name}.arena"
+        )
+        with tf.control_dependencies([agreed.positions]):  # the headers were alike
+            total = tf.identity(total)
+        if weights is None:
+            self._total.assign(total)
+        else:
+            for device, own in _by_device(weights).items():
+                offsets = [self.layout.segments[i].offset for i in own]
+                parts = [weights[i] for i in own]
+                inplace.update(device, arena.subtract, parts, total, offsets)
+        with tf.control_dependencies([total]):
+            self._clear()
+        self._coverage.record_all()
+        size = header_bytes + 4 * self.layout.size
+        return tf.constant([size, self.layout.elements], tf.int64)
+
+    @functools.cached_property
+    def _total(self) -> tf.Variable:
+        """What all workers sent in the last step, where it was summed, shape [P]."""
+        with tf.init_scope(), tf.device(self._device):
+            return own_variable(tf.zeros([self.layout.size]), "dgc_total")
+
+    def _keep(self, used: sums.Sparse) -> None:
+        """Take what was used out of u and v: sent + kept = accumulated."""
+        where = used.positions[..., tf.newaxis]
+        if self._workers.axis:
+            number = tf.range(self._workers.axis[0], dtype=tf.int64)
+            number = number[:, tf.newaxis, tf.newaxis] + tf.zeros_like(where)
+            where = tf.concat([number, where], axis=-1)
+        where = tf.reshape(where, [-1, where.shape[-1]])
+        velocity = self.velocity if self.config.momentum_masking else None
+        state, sent = dgc.State(velocity, self.residual), tf.reshape(used.values, [-1])
+        inplace.update(self._device, dgc.keep, state, where, sent)
+
+    def _subtract(self, weights: Sequence[tf.Variable], total: sums.Sparse) -> None:
+        """Subtract what N workers sent from the tensors of the arena themselves."""
+        layout, (workers, slots) = self.layout, total.positions.shape
+        if not weights or not slots:
+            return
+        # So many places of a message are looked at for each tensor, again and again
+        # until all of its own were.
+        share = [segment.size / layout.elements for segment in layout.segments]
+        rooms = [min(slots, int(2 * slots * part) + 64) for part in share]
+
+        def look(rank: tf.Tensor, turn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            bounds = arena.bounds(layout, total.positions[rank])
+            begins = tf.minimum(bounds[:-1] + turn * rooms, slots)
+            for device, own in _by_device(weights).items():
+                inplace.update(
+                    device,
+                    selection.subtract,
+                    [weights[i] for i in own],
+                    total.positions[rank],
+                    total.values[rank],
+                    tf.gather(begins, own),
+                    [layout.segments[i].offset for i in own],
+                    [rooms[i] for i in own],
+                )
+            more = tf.reduce_any(begins + rooms < bounds[1:])
+            return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
+
+        # One worker after the other, so that the weights have the same bits everywhere.
+        start = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
+        tf.while_loop(
+            lambda rank, _: rank < workers, look, start, parallel_iterations=1
+        )
+
+    # What is kept back.
+
+    @property
+    def state(self) -> Mapping[str, tf.Variable]:
+        """The residual and, where momentum is corrected, the velocity."""
+        unit = "steps" if self._corrects else "gradients"
+        found = {f"residual of {unit}": self.residual}
+        if self.velocity is not None:
+            found[f"velocity of {unit}"] = self.velocity
+        return found
+
+    @property
+    def steps(self) -> int:
+        """How many exchanges were done."""
+        return int(self.step)
+
+    def load(self, arrays: Mapping[str, Any], steps: int) -> None:
+        """Take over what was saved."""
+        super().load(arrays, steps)
+        self.step.assign(steps)
+
+    def _clear(self, sent: tf.Tensor | None = None) -> None:
+        """Take out of v what went densely.
+
+        To the letter, momentum factor masking would clear u there, and leave SGD
+        without momentum.
+
+        Args:
+            sent: marks it, shape [P], bool; by default all.
+        """
+        kept = tf.zeros_like(self.residual)
+        if sent is not None:
+            kept = tf.where(sent, kept, self.residual.read_value())
+        self.residual.assign(kept)
+
+    def flush(self, variables: Sequence[Any], apply: Apply) -> None:
+        """Apply, eagerly, what all workers keep back of variables; clear it."""
+        known = {id(variable) for variable in variables}
+        wanted = [id(self.variables[i]) in known for i in self._large]
+        if not any(wanted):
+            return
+        own = self.residual.read_value()
+        (summed,) = self.transport.all_reduce([own], f"{self.name}.flush")
+        gradients = list(compress(arena.unflatten(self.layout, summed), wanted))
+        update = Update(gradients, [self._corrects] * len(gradients))
+        apply(update, [self.variables[i] for i in compress(self._large, wanted)])
+        self._clear(arena.mask(self.layout, wanted))
+
+    def kept(self) -> list[tf.Tensor]:
+        """Return the residual; of several workers, one of the mean square."""
+        return [self.residual / len(self._workers.ranks) ** 0.5]
+
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return this worker's figures of each compressed tensor, eagerly."""
+        found = self._coverage.stats()
+        if reset:
+            self._coverage.reset()
+        return found
+
+    # What is refused, and what is said.
+
+    def _refuse_late(self, momentum: dgc.Momentum | None) -> None:
+        if momentum is not None and momentum.factor and self.velocity is None:
+            raise ValueError(
+                "The momentum of an optimizer must not be 0 at first and then change. "
+                f"Received: momentum={momentum.factor}"
+            )
+
+    def _all_finite(self, votes: tf.Tensor) -> tf.Tensor:
+        """Return whether all gradients are finite; raise where they must be.
+
+        Args:
+            votes: of each worker 0, or the number of what is not, from 1: shape [N].
+        """
+        ok = tf.reduce_all(votes == 0)
+        if self.config.nonfinite == "raise":
+            names = [*(v.name for v in self.variables), "the learning rate"]
+            with tf.control_dependencies([_refuse(votes, self.step, names)]):
+                ok = tf.identity(ok)
+        return ok
+
+    def _tell_dense_stages(self) -> None:
+        size = self.transport.size
+        found = [
+            f"{stage.sparsity:.2%}"
+            for stage in self._stages
+            if stage.sparsity
+            and self.layout.size
+            and not message_format(self.layout, stage.sparsity, self.config, size).slots
+        ]
+        if found and self.transport.rank == 0:
+            _logger.warning(
+                "Exchanged densely, as messages would cost more on %d workers: the "
+                "stages of sparsity %s",
+                size,
+                ", ".join(found),
+            )
+
+    def _tell_dense_types(self) -> None:
+        elements: dict[str, int] = {}
+        for v in self.variables:
+            shape, least = v.shape.as_list(), self.config.min_elements
+            large = arena.is_compressed(shape, tf.float32, least)
+            if large and not arena.is_compressed(shape, v.dtype, least):
+                count = elements.get(v.dtype.name, 0) + math.prod(shape)
+                elements[v.dtype.name] = count
+        if elements and self.transport.rank == 0:
+            _logger.warning(
+                "Exchanged densely, as only %s are compressed: %s",
+                ", ".join(dtype.name for dtype in arena.COMPRESSED_DTYPES),
+                ", ".join(f"{n} elements of {name}" for name, n in elements.items()),
+            )
+
+
+def message_format(
+    layout: Layout, sparsity: float, config: DGCConfig, workers: int
+) -> message.Format:
+    """Choose the form of a message.
+
+    Where a worker would receive more than in a ring all-reduce of float32, the message
+    is a mere header and the arena is reduced densely.
+
+    Args:
+        layout: of the arena.
+        sparsity: of the stage.
+        config: `value_dtype` counts.
+        workers: N.
+
+    Returns:
+        A format of no slots where dense is cheaper.
+    """
+    slots = sum(selection.slots_per_segment(layout, sparsity))
+    form = message.make_format(slots, layout.size, config.value_dtype)
+    dense = sums.ring_cost(layout.elements)
+    if sparsity == 0 or sums.GatherSum.cost(form, workers) >= dense:
+        return message.make_format(0, layout.size, config.value_dtype)
+    return form
+
+
+def _by_device(variables: Sequence[tf.Variable]) -> dict[str, list[int]]:
+    """Return the indices of the variables that are on each device."""
+    found: dict[str, list[int]] = {}
+    for i, variable in enumerate(variables):
+        found.setdefault(variable.device, []).append(i)
+    return found
+
+
+def _refuse(votes: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:
+    """Raise InvalidArgumentError where a worker's gradient is not finite."""
+
+    def told() -> list[Any]:
+        rank = values.first_true(votes > 0)
+        number = tf.clip_by_value(tf.cast(votes[rank], tf.int32), 0, len(names))
+        name = tf.gather(tf.constant(["", *names]), number)
+        return [
+            "A gradient holds NaN or infinity; all workers stop, nothing of it was "
+            "applied (DGCConfig(nonfinite='skip') leaves such steps out). Rank, step "
+            "and variable:",
+            rank,
+            step.read_value(),
+            name,
+        ]
+
+    return values.require(tf.reduce_all(votes == 0), told)

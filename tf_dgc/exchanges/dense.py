@@ -1,0 +1,33 @@
+"""Everything is exchanged."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc.compression import dgc
+from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.parts import Part, weighed_sum
+from tf_dgc.transports import sums
+
+
+class Dense(Exchange):
+    """Plain synchronous data parallelism."""
+
+    def __init__(self, place: Place, momentum: dgc.Momentum | None = None) -> None:
+        """Keep nothing; the optimizer's momentum stays its own."""
+        super().__init__(place)
+
+    def gradients(
+        self,
+        local: list[Any],
+        momentum: dgc.Momentum | None = None,
+        part: Part | None = None,
+    ) -> Update:
+        """Sum them."""
+        transport, finished = self.transport, [False] * len(local)
+        if part is None:
+            found = sums.dense(transport, local, self.name)
+            return Update(found.gradients, finished, None, found.sent)
+        seat = tf.one_hot(transport.rank, transport.size)
+        told = weighed_sum(transport, local, self.name, seat, tf.zeros([]), part)
+        return Update(told.gradients, finished, None, told.sent)

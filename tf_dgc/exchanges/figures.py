@@ -1,0 +1,137 @@
+"""What a worker counts: of a step, of a round, of each tensor."""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc.compression import arena, selection
+from tf_dgc.compression.arena import Layout
+from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges.inplace import own_variable
+
+
+class RoundStats(NamedTuple):
+    """How a worker's averaging goes on; of several optimizers, the last to begin."""
+
+    rounds: tf.Tensor  # shape [], int64; done so far
+    period: tf.Tensor  # shape [], int64; local steps between two of them
+    position: tf.Tensor  # shape [], int64; local steps since the last
+    distance: tf.Tensor  # shape [], float32; of this worker's parameters from
+    # those agreed on, before the last round
+
+
+class TensorStats(NamedTuple):
+    """What one worker sent of one compressed tensor, since the figures were reset."""
+
+    name: str
+    elements: int
+    density: float  # of its elements were sent in a step, on average
+    stale: float  # share of its elements that were not sent once
+
+
+class Coverage:
+    """Counts, by tensor, which elements of an arena a worker sends."""
+
+    def __init__(self, layout: Layout, device: str) -> None:
+        """Create the variables, zero, outside of any graph."""
+        self._layout, self._device = layout, device
+        with tf.init_scope(), tf.device(device):
+            self._sent = own_variable(tf.zeros([layout.size], tf.bool), "dgc_sent")
+        with tf.init_scope(), tf.device("CPU:0"):
+            tensors = len(layout.segments)
+            self._counts = own_variable(tf.zeros([tensors], tf.int64), "dgc_counts")
+            self._steps = own_variable(tf.zeros([], tf.int64), "dgc_counted_steps")
+
+    def record(self, positions: tf.Tensor) -> None:
+        """Take in the positions sent in one step, shape [K], int64, ascending.
+
+        Those that are not below P stand for unused slots of a message.
+        """
+        inplace.update(self._device, selection.mark, self._sent, positions)
+        self._counts.assign_add(arena.count_by_segment(self._layout, positions))
+        self._steps.assign_add(1)
+
+    def record_all(self) -> None:
+        """Take in a step that sent everything."""
+        self._sent.assign(tf.ones_like(self._sent))
+        sizes = [s.size for s in self._layout.segments]
+        self._counts.assign_add(tf.constant(sizes, tf.int64, [len(sizes)]))
+        self._steps.assign_add(1)
+
+    def stats(self) -> list[TensorStats]:
+        """Return the figures of each tensor, eagerly."""
+        sent, counts = self._sent.numpy(), self._counts.numpy()
+        steps = max(int(self._steps), 1)
+        return [
+            TensorStats(
+                segment.name,
+                segment.size,
+                float(count) / (steps * segment.size),
+                1.0 - float(sent[segment.offset :][: segment.size].mean()),
+            )
+            for segment, count in zip(self._layout.segments, counts, strict=True)
+        ]
+
+    def reset(self) -> None:
+        """Start anew."""
+        for variable in (self._sent, self._counts, self._steps):
+            variable.assign(tf.zeros_like(variable))
+
+
+class StepStats(NamedTuple):
+    """What one worker sent, in the last step or in all steps.
+
+    Bytes are those handed to the transport: messages with header and padding, densely
+    reduced tensors, and what tells each worker's rows; the network's own framing not.
+    """
+
+    sent_bytes: tf.Tensor  # shape [], int64
+    dense_bytes: tf.Tensor  # shape [], int64; of all gradients, as they are
+    sent_elements: tf.Tensor  # shape [], int64
+    dense_elements: tf.Tensor  # shape [], int64; elements of all gradients
+    residual_norm: tf.Tensor  # shape [], float32; Euclidean norm of what is kept
+
+
+class Clock:
+    """Counts steps: one ends where an optimizer comes for the second time.
+
+    Attributes:
+        step: shape [], int64.
+        total: sum of the figures of all steps, shape [4], int64, as in StepStats.
+    """
+
+    def __init__(self) -> None:
+        """Create the variable, zero, outside of any graph."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.step = own_variable(tf.zeros([], tf.int64), "dgc_clock")
+            self.total = own_variable(tf.zeros([4], tf.int64), "dgc_total")
+
+
+class Counters:
+    """Counts what a worker sends, by optimizer, in the order of StepStats."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Create the variables, all zero, outside of any graph."""
+        self._clock = clock
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._step = own_variable(tf.constant(-1, tf.int64), "dgc_counted_step")
+            self._last = own_variable(tf.zeros([4], tf.int64), "dgc_last")
+
+    @property
+    def last(self) -> tf.Tensor:
+        """Figures of the last step of the clock, zero where it had none here."""
+        return self._last * tf.cast(self._step == self._clock.step, tf.int64)
+
+    def record(self, figures: tf.Tensor) -> None:
+        """Take in one step's figures, shape [4], int64."""
+        with tf.device("CPU:0"):
+            again = tf.cast(self._step == self._clock.step, tf.int64)
+            self._step.assign(self._clock.step.assign_add(again))
+            self._last.assign(figures)
+            self._clock.total.assign_add(figures)
+
+    def add(self, figures: tf.Tensor) -> None:
+        """Take in what was sent for the last step after it was recorded, shape [4]."""
+        with tf.device("CPU:0"):
+            self._last.assign_add(figures)
+            self._clock.total.assign_add(figures)

@@ -1,0 +1,100 @@
+"""What each worker's gradients count in their sum, told in the reduction itself.
+
+Axis: N workers.
+"""
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc.transports import sums
+from tf_dgc.transports.base import Transport
+from tf_dgc.values import first_true, require, scaled
+
+
+class Part(NamedTuple):
+    """What a worker's gradients g count: the sum is of whole * w / (sum of w) * g."""
+
+    rate: Any  # learning rate, the same on all workers: shape [], float32
+    weight: Any  # w, of this worker, about 1: shape [], float32
+    whole: int  # N where each g is divided by N already; else 1
+
+
+class Told(NamedTuple):
+    """Sums of dense gradients, and what workers told one another beside them."""
+
+    gradients: list[Any]
+    nonfinite: tf.Tensor  # of each worker; shape [N], float32
+    factor: tf.Tensor  # of this worker's gradients; shape [], float32
+    sent: tf.Tensor  # bytes and elements, shape [2], int64
+
+
+def weighed_sum(
+    transport: Transport,
+    gradients: list[Any],
+    name: str,
+    seats: tf.Tensor,
+    nonfinite: Any,
+    part: Part | None,
+) -> Told:
+    """Sum dense gradients; in the same reduction each worker tells the others more.
+
+    Args:
+        transport: to the other workers.
+        gradients: of this worker.
+        name: prefix of the names of the collectives.
+        seats: 1 in the place of each worker that this process is, shape [..., N].
+        nonfinite: what each of these tells, shape [...], 0 for nothing.
+        part: what the gradients count; None where those of all count alike.
+
+    Raises:
+        tf.errors.InvalidArgumentError: learning rates differ; on all workers.
+    """
+    own = [nonfinite] if part is None else [nonfinite, part.rate, part.weight]
+    if part is not None:
+        gradients = _all_scaled(gradients, part.weight)
+    row = tf.stack([tf.cast(each, tf.float32) for each in own], axis=-1)
+    # Not a product, in which what is not a number would take all seats.
+    vote = tf.where(seats[..., tf.newaxis] > 0, row[..., tf.newaxis, :], 0.0)
+    found = sums.dense(transport, gradients, name, [vote])
+    flags, *others = tf.unstack(found.votes[0], len(own), axis=-1)
+    if part is None:
+        return Told(found.gradients, flags, tf.ones([]), found.sent)
+    rates, weights = others
+    with tf.control_dependencies([_refuse_rates(rates, flags)]):
+        total = tf.reduce_sum(weights)
+    share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
+    whole = _all_scaled(found.gradients, share)
+    return Told(whole, flags, share * part.weight, found.sent)
+
+
+def _all_scaled(gradients: list[Any], scale: tf.Tensor) -> list[Any]:
+    """Multiply gradients, where that changes them."""
+    dense = [g for g in gradients if isinstance(g, tf.Tensor)]
+    if dense:
+        dense = tf.cond(
+            scale == 1.0, lambda: dense, lambda: [scaled(g, scale) for g in dense]
+        )
+    found = iter(dense)
+    return [
+        next(found) if isinstance(g, tf.Tensor) else scaled(g, scale) for g in gradients
+    ]
+
+
+def _refuse_rates(rates: tf.Tensor, flags: tf.Tensor) -> Any:
+    """Raise InvalidArgumentError where learning rates differ, shape [N]."""
+    same = (rates == rates[0]) | (tf.math.is_nan(rates) & tf.math.is_nan(rates[0]))
+
+    def told() -> list[Any]:
+        rank = first_true(~same)
+        return [
+            "The learning rate must be the same on all workers; all stop, the step was "
+            "not applied. Callbacks must decide alike on all of them: by what all see, "
+            "as the logs of epochs. Rank, its learning rate and that of rank 0:",
+            rank,
+            rates[rank],
+            rates[0],
+        ]
+
+    # What is not finite is told otherwise.
+    return require(tf.reduce_all(same) | tf.reduce_any(flags != 0), told)

@@ -1,0 +1,1 @@
+"""To try, measure and predict; nothing that trains needs it."""

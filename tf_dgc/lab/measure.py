@@ -1,0 +1,279 @@
+"""Measure what a worker takes on this machine, with the real strategies.
+
+Axes: P arena elements.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host, averaging
+from tf_dgc.compression import arena, dgc, message, selection
+from tf_dgc.compression.arena import Layout
+from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.exchanges import inplace
+from tf_dgc.strategies import (
+    BaseStrategy,
+    DenseStrategy,
+    DGCStrategy,
+    ParameterAveragingStrategy,
+)
+from tf_dgc.transports.base import default_device
+from tf_dgc.transports.sums import receive
+
+HEADER_BYTES = 8 * len(averaging.Header._fields)  # of a round of averaging
+_MESSAGES = 8  # over which reading and adding is measured
+_WARMUP = 2  # steps that are not timed
+
+
+class ModelError(ValueError):
+    """A model that cannot be measured; the message says why."""
+
+
+class Tensors(NamedTuple):
+    """What a model has to exchange."""
+
+    layout: Layout  # of what DGC compresses
+    gradient_bytes: int  # all gradients
+    rest_bytes: int  # those that DGC leaves dense
+    statistic_bytes: int  # averaged beside the parameters
+
+
+class Measured(NamedTuple):
+    """What a worker takes on this machine, in seconds."""
+
+    dense: float  # training step of a worker that is alone
+    compressed: float  # the same with DGC, its own message read and added
+    uncompressed: float  # the same in a stage that DGC exchanges densely
+    message: float  # to read and add one more message
+    round: float  # of averaging
+
+
+def tensors_of(
+    variables: Sequence[Any], config: DGCConfig, statistics: Sequence[Any] = ()
+) -> Tensors:
+    """Return what a model exchanges.
+
+    Args:
+        variables: its trainable variables, of static shapes.
+        config: `min_elements` counts.
+        statistics: what is averaged beside these.
+    """
+    compressed, rest = [], []
+    for variable in variables:
+        shape, dtype = tuple(variable.shape), tf.as_dtype(variable.dtype)
+        if arena.is_compressed(shape, dtype, config.min_elements):
+            compressed.append(variable)
+        else:
+            rest.append(variable)
+    layout = arena.build([(v.name, tuple(v.shape)) for v in compressed])
+    sizes = [_bytes(each) for each in (variables, rest, statistics)]
+    return Tensors(layout, *sizes)
+
+
+def _bytes(variables: Sequence[Any]) -> int:
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+def synthetic_batch(model: keras.Model, rows: int) -> tuple[Any, Any]:
+    """Return random inputs and targets of the shapes of a model's inputs and outputs.
+
+    Integer inputs are 0. Targets are classes where a loss is a sparse cross-entropy.
+
+    Raises:
+        ModelError: the model has no known shapes.
+    """
+    found = getattr(model, "inputs", None)
+    if not model.built or not found:
+        raise ModelError(
+            "The model must be built, Functional or Sequential with a keras.Input. "
+            f"Received: {model.name!r}, built={model.built}"
+        )
+    inputs = getattr(model, "input", found[0])  # Sequential models have a list only
+    outputs = getattr(model, "output", model.outputs[0])
+    for tensor in tf.nest.flatten(inputs):
+        if None in tensor.shape[1:]:
+            raise ModelError(
+                "Inputs must have known shapes but for the batch. "
+                f"Received: {tensor.name!r} of shape {tensor.shape}"
+            )
+    losses = model.loss
+    if not isinstance(losses, dict | list | tuple):
+        losses = tf.nest.map_structure(lambda _: model.loss, outputs)
+
+    def values(tensor: Any) -> tf.Tensor:
+        shape, dtype = [rows, *tensor.shape[1:]], tf.as_dtype(tensor.dtype)
+        if dtype.is_floating:
+            return tf.cast(tf.random.normal(shape), dtype)
+        return tf.zeros(shape, dtype)
+
+    def targets(tensor: Any, loss: Any) -> tf.Tensor:
+        name = loss if isinstance(loss, str) else getattr(loss, "name", None)
+        if "sparse" in str(name or getattr(loss, "__name__", "")):
+            shape = [rows, *tensor.shape[1:-1]]
+            return tf.random.uniform(shape, 0, tensor.shape[-1], tf.int32)
+        return tf.random.uniform([rows, *tensor.shape[1:]])
+
+    return (
+        tf.nest.map_structure(values, inputs),
+        tf.nest.map_structure(targets, outputs, losses),
+    )
+
+
+def _go_on() -> None:
+    """Meet nobody."""
+
+
+class _Clock(keras.callbacks.Callback):
+    """Notes when steps end."""
+
+    def __init__(self, meet: Callable[[], None]) -> None:
+        super().__init__()
+        self.ends: list[float] = []
+        self._meet = meet
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Wait for others."""
+        self._meet()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Wait for the step's results, and note the time."""
+        tf.nest.map_structure(float, logs)
+        self.ends.append(time.perf_counter())
+
+
+def _median(ends: Sequence[float]) -> float:
+    """Return the median time between two of them."""
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
+
+
+def measure_step(
+    make: Callable[[], keras.Model],
+    strategy: BaseStrategy,
+    rows: int,
+    steps: int,
+    meet: Callable[[], None] = _go_on,
+) -> tuple[float, keras.Model]:
+    """Train a model for some steps.
+
+    Args:
+        make: returns a model; called in the strategy's scope.
+        strategy: of one worker.
+        rows: of a batch.
+        steps: number of timed ones.
+        meet: called before each of them.
+
+    Returns:
+        The seconds of the median step, and the model.
+
+    Raises:
+        ModelError: `make` returns no model, or one that is not built.
+    """
+    with strategy.scope():
+        model = make()
+        if not isinstance(model, keras.Model):
+            raise ModelError(
+                f"The function must return a keras.Model. Received: {model!r}"
+            )
+        if not model.compiled:
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    model.jit_compile = False  # as on several workers
+    model.steps_per_execution = 1
+    batch, clock = synthetic_batch(model, rows), _Clock(meet)
+    data = tf.data.Dataset.from_tensors(batch).repeat(_WARMUP + steps)
+    model.fit(data, verbose=0, shuffle=False, callbacks=[clock])
+    return _median(clock.ends[_WARMUP - 1 :]), model
+
+
+def measure_message(
+    layout: Layout, config: DGCConfig, repeats: int, meet: Callable[[], None] = _go_on
+) -> float:
+    """Measure the seconds that it takes to read one message more, and to add it."""
+    slots = sum(selection.slots_per_segment(layout, config.sparsity))
+    form = message.make_format(slots, layout.size, config.value_dtype)
+    if not layout.size or config.sparsity == 0:
+        return 0.0
+    with tf.device(default_device()):
+        total = tf.Variable(tf.zeros([layout.size]))
+
+    @tf.function(autograph=False)
+    def write(seed: tf.Tensor) -> tf.Tensor:
+        residual = tf.random.stateless_normal([layout.size], [1, seed])
+        return dgc.send(
+            residual,
+            selection.peaks(residual),
+            form=form,
+            layout=layout,
+            sparsity=config.sparsity,
+            config=config,
+            step=tf.zeros([], tf.int64),
+        )
+
+    @tf.function(autograph=False)
+    def add(messages: tf.Tensor) -> tf.Tensor:
+        found = receive(form, messages)
+        args = total, found.positions, found.values
+        inplace.update(total.device, selection.densify, *args)
+        return total[0]  # to wait for
+
+    messages = tf.stack([write(tf.constant(i)) for i in range(_MESSAGES + 1)])
+
+    def median(messages: tf.Tensor) -> float:
+        ends = []
+        for _ in range(_WARMUP + repeats):
+            meet()
+            add(messages).numpy()
+            ends.append(time.perf_counter())
+        return _median(ends[_WARMUP - 1 :])
+
+    more = median(messages) - median(messages[:1])
+    return max(0.0, more) / _MESSAGES
+
+
+def measure(
+    make: Callable[[], keras.Model],
+    config: DGCConfig,
+    rows: int,
+    steps: int,
+    meet: Callable[[], None] = _go_on,
+) -> tuple[Measured, Tensors]:
+    """Measure a model with each strategy, on one worker.
+
+    Args:
+        make: returns a new model, built.
+        config: of DGC.
+        rows: of a worker's batch.
+        steps: number of steps to time.
+        meet: called before each of them: where workers that share this machine are
+            measured at once, what keeps them in step, as training does.
+
+    Raises:
+        ModelError: as `measure_step` does.
+    """
+    dense_stage = dataclasses.replace(config, sparsity=0.0)
+    every_step = AveragingConfig(period=1)
+    step, model = measure_step(
+        make, DenseStrategy(transport="local"), rows, steps, meet
+    )
+    compressed, uncompressed, with_round = (
+        measure_step(make, strategy, rows, steps, meet)[0]
+        for strategy in (
+            DGCStrategy(config, transport="local"),
+            DGCStrategy(dense_stage, transport="local"),
+            ParameterAveragingStrategy(every_step, transport="local"),
+        )
+    )
+    weights = [v.value for v in model.non_trainable_weights]
+    moving = [v for v in weights if v.dtype.is_floating and not v.trainable]
+    moving += _host.keras.averages_of(model.optimizer)
+    tensors = tensors_of(model.trainable_variables, config, moving)
+    message = measure_message(tensors.layout, config, steps, meet)
+    held = max(0.0, with_round - step)
+    return Measured(step, compressed, uncompressed, message, held), tensors

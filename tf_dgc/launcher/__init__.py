@@ -1,0 +1,1 @@
+"""Starts workers, here and on other hosts. Needs the standard library only."""

@@ -1,0 +1,156 @@
+"""The launcher's other end on a host: started there by ssh, it starts the workers.
+
+    python -m tf_dgc.launcher.agent
+
+Orders come on stdin, a JSON object in each line; what the workers print, and how they
+end, goes back on stdout in frames: a line `KIND LENGTH`, then so many bytes. The first
+frame is HELLO: what was on stdout before is of the host's own shell.
+
+It ends its workers when the orders end, which is so where the connection or the
+launcher is gone, or when nothing has come for a while, not even an empty line.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import threading
+import time
+from typing import Any
+
+from tf_dgc.launcher.workers import POLL_SECONDS, Workers, free_ports
+
+HELLO = b"tf_dgc.agent 1\n"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOT_FOUND = 127
+
+
+class _Frames:
+    """Stands for stdout or stderr of workers; is told to the launcher."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind.encode()
+
+    def write(self, data: bytes) -> None:
+        frame = b"%s %d\n%s" % (self._kind, len(data), data)
+        with self._lock:
+            while frame:
+                frame = frame[os.write(1, frame) :]
+
+    def flush(self) -> None:
+        pass
+
+
+class _Orders:
+    """The lines on stdin, as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._heard = time.monotonic()
+        self.ended = False
+
+    def read(self, seconds: float) -> list[dict[str, Any]]:
+        """Wait so long for orders, and return those that came."""
+        if self.ended:
+            time.sleep(seconds)
+            return []
+        if not select.select([0], [], [], seconds)[0]:
+            return []
+        chunk = os.read(0, 65536)
+        self._heard, self.ended = time.monotonic(), not chunk
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [json.loads(line) for line in lines if line.strip()]
+
+    def first(self) -> dict[str, Any]:
+        """Wait for an order.
+
+        Raises:
+            EOFError: none will come.
+        """
+        while not self.ended:
+            for order in self.read(POLL_SECONDS):
+                if "kill" not in order:
+                    return order
+                self.ended = True
+        raise EOFError("The launcher has gone")
+
+    def silent(self) -> float:
+        """Return for how many seconds nothing has come."""
+        return time.monotonic() - self._heard
+
+
+def main() -> int:
+    """Serve one launcher."""
+    received: list[int] = []
+    for signum in _ENDING:
+        signal.signal(signum, lambda number, _: received.append(number))
+    os.write(1, HELLO)
+    orders = _Orders()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        _serve(orders, received)
+    return 0
+
+
+def _serve(orders: _Orders, received: list[int]) -> None:
+    count = orders.first()["count"]
+    _tell("ports", free_ports(count))
+    order = orders.first()
+    try:
+        workers = Workers(
+            order["command"],
+            order["environments"],
+            first_rank=order["first_rank"],
+            out=_Frames("out"),
+            err=_Frames("err"),
+        )
+    except OSError as error:
+        text = f"cannot start {order['command'][0]}: {error}\n".encode()
+        _Frames("err").write(text)
+        _tell("codes", [_NOT_FOUND] * count)
+        return
+    lost = True
+    try:
+        lost = _watch(workers, orders, received, order["silence"])
+    finally:
+        last = time.monotonic() + order["grace"]
+        over = None not in workers.exit_codes()
+        workers.end(signal.SIGTERM, lambda: over or time.monotonic() > last)
+    if not lost:  # else nobody reads, and to write might take for ever
+        _tell("codes", workers.exit_codes())
+
+
+def _watch(
+    workers: Workers, orders: _Orders, received: list[int], silence: float
+) -> bool:
+    """Pass orders on, until the last, and tell of workers that end.
+
+    Returns:
+        Whether the launcher is gone.
+    """
+    told: list[int | None] = []
+    while not (orders.ended or orders.silent() > silence):
+        for order in orders.read(POLL_SECONDS):
+            if "signal" in order:
+                workers.signal(order["signal"])
+            if "kill" in order:
+                workers.kill()
+                return False
+        codes = workers.exit_codes()
+        if codes != told:
+            _tell("codes", codes)
+            told = codes
+        if received:
+            return False
+    return True
+
+
+def _tell(kind: str, content: object) -> None:
+    _Frames(kind).write(json.dumps(content).encode())
+
+
+if __name__ == "__main__":
+    status = main()
+    os._exit(status)  # readers may wait for a pipe that someone else holds

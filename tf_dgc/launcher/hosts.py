@@ -1,0 +1,292 @@
+"""Workers on several hosts, which are reached by ssh."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, NamedTuple
+
+from tf_dgc.launcher import agent
+from tf_dgc.launcher.workers import POLL_SECONDS, forward, tf_config, write
+
+# Of this process's environment, what workers elsewhere get.
+PASSED_ON = ("TF_", "KERAS_", "PYTHON", "OMP_")
+# Longer than sshd lets its users wait who have no key.
+_START_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+_BEAT_SECONDS = 0.5
+_LOST = 255  # as ssh ends where there is no connection
+_HOST = re.compile(r"(?:[A-Za-z0-9_.-]+@)?([A-Za-z0-9_.-]+)(?::([0-9]+))?")
+
+
+class HostError(RuntimeError):
+    """Workers cannot be started on a host; the message names it."""
+
+
+class Host(NamedTuple):
+    """Where workers run."""
+
+    name: str  # as ssh takes it, maybe with a user
+    address: str  # under which the other hosts reach it
+    slots: int  # number of workers
+
+
+class Ssh(NamedTuple):
+    """How to reach hosts, and how long to wait for them."""
+
+    command: str = "ssh"
+    grace: float = 5.0  # seconds from a signal that ends workers to SIGKILL
+    silence: float = 30.0  # seconds until one that says nothing is lost
+
+
+def read_hosts(text: str) -> list[Host]:
+    """Read "a:2,user@b:1".
+
+    Raises:
+        ValueError: it is something else, or names a host twice.
+    """
+    hosts = []
+    for part in text.split(","):
+        match = _HOST.fullmatch(part.strip())
+        if not match or match[2] == "0" or part.strip().startswith("-"):
+            raise ValueError(
+                "`--hosts` must be HOST:WORKERS, separated by commas. "
+                f"Received: {part.strip()!r} in --hosts {text!r}"
+            )
+        name = part.strip().partition(":")[0]
+        hosts.append(Host(name, match[1], int(match[2] or 1)))
+    addresses = [host.address for host in hosts]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(
+            "`--hosts` must name each host once, with the number of its workers. "
+            f"Received: --hosts {text!r}"
+        )
+    return hosts
+
+
+class Hosts:
+    """The workers of one run, in the order of their hosts."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        hosts: Sequence[Host],
+        environment: Mapping[str, str],
+        ssh: Ssh,
+        give_up: Callable[[], object],
+    ) -> None:
+        """Start them.
+
+        Args:
+            command: of all workers; its program must be in the same place on all hosts.
+            hosts: where.
+            environment: what all workers have beside that of their host.
+            ssh: how.
+            give_up: whether to wait no longer for the hosts.
+
+        Raises:
+            HostError: a host cannot be reached, or has no tf_dgc.
+        """
+        self._agents: list[_Agent] = []
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            for host in hosts:
+                self._agents.append(_Agent(host, environment, ssh))
+            self._wait_for_ports(give_up)
+        except BaseException:
+            self.kill()
+            raise
+        addresses = [
+            f"{each.host.address}:{port}"
+            for each in self._agents
+            for port in each.ports
+        ]
+        first_rank = 0
+        for each in self._agents:
+            ranks = range(first_rank, first_rank + each.host.slots)
+            configs = [tf_config(addresses, rank) for rank in ranks]
+            own = [dict(environment) | {"TF_CONFIG": text} for text in configs]
+            each.order(
+                command=list(command),
+                environments=own,
+                first_rank=first_rank,
+                grace=ssh.grace,
+                silence=ssh.silence,
+            )
+            first_rank += each.host.slots
+
+    def _wait_for_ports(self, give_up: Callable[[], object]) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not all(each.ports for each in self._agents):
+            for each in self._agents:
+                if not each.ports and (each.lost or time.monotonic() > deadline):
+                    raise HostError(
+                        f"cannot start workers on {each.host.name}: {each.obstacle()}"
+                    )
+            if give_up():
+                raise HostError("ended before all hosts were there")
+            time.sleep(POLL_SECONDS)
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT_SECONDS):
+            for each in list(self._agents):
+                each.say(b"\n")
+
+    def exit_codes(self) -> list[int | None]:
+        """Return the exit code of each worker, None where it still runs."""
+        return [code for each in self._agents for code in each.exit_codes()]
+
+    def end(self, signum: int, give_up: Callable[[], bool]) -> None:
+        """Send `signum`; wait until all have ended or `give_up()`; then kill."""
+        for each in self._agents:
+            each.order(signal=int(signum))
+        while None in self.exit_codes() and not give_up():
+            time.sleep(POLL_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End what is left of every worker and of what was started to reach it."""
+        for each in self._agents:
+            each.order(kill=True)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for each in self._agents:
+            each.close(deadline)
+        self._over.set()
+
+
+class _Agent:
+    """A connection to the agent of a host."""
+
+    def __init__(self, host: Host, environment: Mapping[str, str], ssh: Ssh) -> None:
+        self.host = host
+        self.ports: list[int] = []
+        self._codes: list[int | None] = [None] * host.slots
+        self._done = self._closing = False
+        self._writing = threading.Lock()
+        self._process = subprocess.Popen(
+            _line(host, environment, ssh),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is this launcher's to pass on
+        )
+        prefix = f"[{host.name}] ".encode()
+        err = self._process.stderr, sys.stderr.buffer, prefix
+        self._readers = [
+            threading.Thread(target=self._read, args=(prefix,), daemon=True),
+            threading.Thread(target=forward, args=err, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        self.order(count=host.slots)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing will come from there any more."""
+        return self._done
+
+    def obstacle(self) -> str:
+        """Say why there is nothing from there."""
+        status = self._process.poll()
+        if status is None:
+            return f"no answer within {_START_SECONDS:g} s"
+        return (
+            f"ssh ended with status {status}. It needs a key without a password, and "
+            f"{sys.executable} with tf_dgc on that host"
+        )
+
+    def order(self, **content: Any) -> None:
+        """Tell the agent what to do."""
+        self.say(json.dumps(content).encode() + b"\n")
+
+    def say(self, data: bytes) -> None:
+        """Write to the agent, if it is there."""
+        stream = self._process.stdin
+        with self._writing, contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.write(data)
+                stream.flush()
+
+    def exit_codes(self) -> list[int | None]:
+        """Return what is known of the workers; those of a lost host have failed."""
+        if not self._done:
+            return list(self._codes)
+        return [_LOST if code is None else code for code in self._codes]
+
+    def close(self, deadline: float) -> None:
+        """Wait for the agent's end, then end the connection."""
+        self._closing = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(deadline - time.monotonic(), 0.1))
+        self._process.kill()
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(timeout=2)
+        with self._writing, contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def _read(self, prefix: bytes) -> None:
+        stream = self._process.stdout
+        try:
+            if stream is not None:
+                self._read_frames(stream, prefix)
+        except (ValueError, OSError) as error:
+            write(sys.stderr.buffer, prefix + f"{error}\n".encode())
+        finally:
+            if self.ports and None in self._codes and not self._closing:
+                write(sys.stderr.buffer, prefix + b"the connection is lost\n")
+            self._done = True
+
+    def _read_frames(self, stream: IO[bytes], prefix: bytes) -> None:
+        while (line := stream.readline()) and line != agent.HELLO:
+            write(sys.stderr.buffer, prefix + line)
+        sinks = {"out": sys.stdout.buffer, "err": sys.stderr.buffer}
+        while line := stream.readline():
+            kind, _, length = line.decode().partition(" ")
+            content = stream.read(int(length))
+            if kind in sinks:
+                write(sinks[kind], content)
+            elif kind == "ports":
+                self.ports = json.loads(content)
+            elif kind == "codes":
+                self._codes = json.loads(content)
+
+
+def _line(host: Host, environment: Mapping[str, str], ssh: Ssh) -> list[str]:
+    """Return the command that starts the agent of a host."""
+    path = environment.get("PYTHONPATH", "")
+    python = [sys.executable, "-m", agent.__name__]
+    there = ["env", f"PYTHONPATH={path}", *python] if path else python
+    folder = shlex.quote(os.getcwd())
+    beat = max(1, int(ssh.silence / 3))
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": "30",
+        "ServerAliveInterval": str(beat),
+        "ServerAliveCountMax": "2",
+    }
+    own = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
+    return [
+        *shlex.split(ssh.command),
+        "-T",
+        *own,
+        host.name,
+        f"cd {folder} && exec {shlex.join(there)}",
+    ]
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what workers on other hosts get of an environment."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PASSED_ON) and name != "TF_CONFIG"
+    }

@@ -1,0 +1,95 @@
+"""What the command line says of a strategy, checked before any worker starts."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from tf_dgc.config import AveragingConfig, DGCConfig
+
+STRATEGIES = ("dense", "dgc", "averaging")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A strategy by its name.
+
+    Attributes:
+        strategy: one of STRATEGIES.
+        config: what its settings' `from_config` takes.
+    """
+
+    strategy: str
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Check them.
+
+        Raises:
+            ValueError: there is no such strategy, or a setting is out of its range.
+            TypeError: a setting is of the wrong type.
+        """
+        self.record()
+
+    def record(self) -> DGCConfig | AveragingConfig | None:
+        """Return the record of settings; None for a strategy that has none."""
+        if self.strategy == "dgc":
+            return DGCConfig.from_config(self.config)
+        if self.strategy == "averaging":
+            return AveragingConfig.from_config(self.config)
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"`--strategy` must be one of {STRATEGIES}. "
+                f"Received: --strategy {self.strategy}"
+            )
+        if self.config:
+            raise ValueError(
+                "`--strategy dense` has no settings. Received: "
+                f"{', '.join(sorted(self.config))}"
+            )
+        return None
+
+    def text(self) -> str:
+        """Return all of it in one word of a command line."""
+        return json.dumps({"strategy": self.strategy, "config": dict(self.config)})
+
+
+def of_text(text: str) -> Settings:
+    """Invert `Settings.text`."""
+    return Settings(**json.loads(text))
+
+
+def read(strategy: str, sparsity: float | None, path: str | None) -> Settings:
+    """Return the settings that the command line gives.
+
+    Args:
+        strategy: one of STRATEGIES.
+        sparsity: of `DGCConfig`, or of `compression` where parameters are averaged;
+            counts more than the file.
+        path: of a JSON file with an object: what the settings' `get_config` returns, or
+            a part of it.
+
+    Raises:
+        ValueError, TypeError: see `Settings`; the file holds no JSON object.
+        OSError: there is no such file.
+    """
+    config: dict[str, Any] = {}
+    if path is not None:
+        try:
+            config = json.loads(pathlib.Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"`--config` must be a JSON file: {path}: {error}"
+            ) from error
+        if not isinstance(config, dict):
+            raise ValueError(
+                "`--config` must hold a JSON object of settings. "
+                f"Received: {config!r} in {path}"
+            )
+    if sparsity is not None and strategy == "averaging":
+        compression = config.get("compression") or {}
+        config["compression"] = {**compression, "sparsity": sparsity}
+    elif sparsity is not None:
+        config["sparsity"] = sparsity
+    return Settings(strategy, config)

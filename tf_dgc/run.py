@@ -1,0 +1,189 @@
+"""Start a training script on several workers, here or on several hosts.
+
+    tf-dgc-run -n 4 train.py --epochs 3
+    tf-dgc-run --hosts a:2,b:2 train.py --epochs 3
+    tf-dgc-run -n 4 --strategy dgc --sparsity 0.999 train.py --epochs 3
+
+Each worker gets a `TF_CONFIG` that names all of them, by which the strategies find each
+other. With `--strategy` the script needs no changed line: the strategy is made and set
+before it runs. Each line of output is prefixed with the worker's rank. When one worker
+fails, all are ended, and with `--restarts` the job is started again: it continues where
+its `BackupState` has its last backup. Ctrl-C and SIGTERM are passed on to all workers.
+The exit status is that of the first worker to fail, 128 + N for signal N; 124 where
+`--timeout` is out, 127 where the workers cannot be started.
+
+`python -m tf_dgc.run` is the same. Hosts are reached by ssh, with keys; the script, the
+Python and its packages must be in the same places there. Workers on them get what of
+this environment begins with TF_, KERAS_, PYTHON or OMP_, and what `--env` names.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from tf_dgc.launcher import hosts, settings
+from tf_dgc.launcher.job import Group, Job
+from tf_dgc.launcher.workers import Workers, free_ports, tf_config
+
+NAME = "tf-dgc-run"
+_CANNOT_START = 127
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        NAME,
+        usage=f"{NAME} (-n N | --hosts A:N,B:M) [options] SCRIPT [ARGUMENT ...]",
+        description="Start a training script on several workers.",
+        allow_abbrev=False,
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument("-n", type=int, metavar="N", help="number of workers")
+    where.add_argument("--hosts", metavar="A:N,B:M", help="hosts, and workers on each")
+    where.add_argument(
+        "--ssh", default="ssh", metavar="COMMAND", help="how to reach hosts: 'ssh -i k'"
+    )
+    where.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for all workers; may be given several times",
+    )
+    how = parser.add_argument_group("a script without a strategy")
+    how.add_argument(
+        "--strategy", choices=settings.STRATEGIES, help="set before it runs"
+    )
+    how.add_argument("--sparsity", type=float, help="share of elements not sent")
+    how.add_argument("--config", metavar="FILE", help="JSON of the strategy's settings")
+    end = parser.add_argument_group("the end")
+    end.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start again so often"
+    )
+    end.add_argument("--timeout", type=float, help="end all after so many seconds")
+    end.add_argument(
+        "--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL"
+    )
+    end.add_argument(
+        "--silence",
+        type=float,
+        default=30.0,
+        help="seconds after which a host that cannot be heard is lost",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is a module's name"
+    )
+    what.add_argument(
+        "--no-python", action="store_true", help="SCRIPT is any program, not Python's"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _places(options: argparse.Namespace) -> list[hosts.Host]:
+    """Return where workers are to run; on this machine alone, one `localhost`."""
+    if options.hosts is None:
+        if options.n is None:
+            raise ValueError("`-n` or `--hosts` must say how many workers to start")
+        if options.n < 1:
+            raise ValueError(f"`-n` must be at least 1. Received: -n {options.n}")
+        return [hosts.Host("localhost", "localhost", options.n)]
+    places = hosts.read_hosts(options.hosts)
+    count = sum(place.slots for place in places)
+    if options.n not in (None, count):
+        raise ValueError(
+            "`-n` must be left out with `--hosts`, or be as many as these have. "
+            f"Received: -n {options.n}, {count} in --hosts {options.hosts}"
+        )
+    if len(places) > 1 and any(place.address == "localhost" for place in places):
+        raise ValueError(
+            "`--hosts` must call this machine by the name that the others know, not "
+            f"localhost. Received: --hosts {options.hosts}"
+        )
+    return places
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """Return the command line of each worker."""
+    script = options.script[options.script[:1] == ["--"] :]
+    if not script:
+        raise ValueError("no script to run")
+    if options.no_python and options.strategy:
+        raise ValueError("`--strategy` needs a script of Python, not `--no-python`")
+    settled = options.sparsity is not None or options.config is not None
+    if options.strategy is None and settled:
+        raise ValueError("`--sparsity` and `--config` need `--strategy`")
+    if options.no_python:
+        return list(script)
+    command = [sys.executable]
+    if options.strategy is not None:
+        chosen = settings.read(options.strategy, options.sparsity, options.config)
+        command += ["-m", "tf_dgc.launcher.script", chosen.text()]
+    return [*command, *(["-m"] if options.module else []), *script]
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return what `--env` gives to all workers."""
+    found = {}
+    for text in options.env:
+        name, given, value = text.partition("=")
+        if not given and name not in os.environ:
+            raise ValueError(f"`--env` must name a variable that is set: {name}")
+        found[name] = value if given else os.environ[name]
+    return found
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.restarts < 0:
+        raise ValueError(
+            f"`--restarts` must be 0 or more. Received: --restarts {options.restarts}"
+        )
+    for name in ("timeout", "grace", "silence"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(
+                f"`--{name}` must be a number of seconds. Received: --{name} {value}"
+            )
+    if not shlex.split(options.ssh):
+        raise ValueError("`--ssh` must be a command. Received: --ssh ''")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and run the workers; return the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        _check(options)
+        places, command = _places(options), _command(options)
+        environment = _environment(options)
+    except (ValueError, TypeError, OSError) as error:
+        parser.error(str(error))
+    job = Job(NAME, options.timeout, options.grace)
+
+    def start(attempt: int) -> Group:
+        own = environment | {"TF_DGC_ATTEMPT": str(attempt)}
+        if places[0].address == "localhost":
+            return _start_here(command, places[0].slots, own)
+        ssh = hosts.Ssh(options.ssh, options.grace, options.silence)
+        passed = hosts.passed_on(os.environ) | own
+        return hosts.Hosts(command, places, passed, ssh, lambda: job.received)
+
+    try:
+        return job.run(start, options.restarts)
+    except (OSError, hosts.HostError) as error:
+        if job.received:
+            return 128 + job.received[0]
+        sys.stderr.write(f"{NAME}: {error}\n")
+        return _CANNOT_START
+
+
+def _start_here(command: list[str], count: int, environment: dict[str, str]) -> Workers:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    configs = [tf_config(addresses, rank) for rank in range(count)]
+    return Workers(command, [environment | {"TF_CONFIG": text} for text in configs])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

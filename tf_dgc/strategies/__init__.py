@@ -1,0 +1,12 @@
+"""The tf.distribute strategies: one replica in each process."""
+
+from tf_dgc.strategies.averaging import ParameterAveragingStrategy
+from tf_dgc.strategies.base import BaseStrategy, DenseStrategy
+from tf_dgc.strategies.dgc import DGCStrategy
+
+__all__ = [
+    "BaseStrategy",
+    "DGCStrategy",
+    "DenseStrategy",
+    "ParameterAveragingStrategy",
+]

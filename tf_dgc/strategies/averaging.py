@@ -1,0 +1,237 @@
+"""The strategy of parameter averaging."""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host, optimizers
+from tf_dgc.config import ADAPTIVE, AveragingConfig
+from tf_dgc.exchanges import Averaging, Companions
+from tf_dgc.exchanges.averaged import Outer, settle
+from tf_dgc.exchanges.figures import RoundStats
+from tf_dgc.strategies.base import BaseStrategy, constrain
+from tf_dgc.transports import Transport, resolve
+from tf_dgc.transports.mesh import Mesh
+
+_logger = logging.getLogger("tf_dgc")
+
+
+class ParameterAveragingStrategy(BaseStrategy):
+    """Local steps with the user's own optimizer; parameters averaged in rounds.
+
+    A round is held after `period` local steps, and wherever workers meet outside of
+    steps: where metrics are read, as `fit` does at the end of an epoch, and before
+    `fit`, `evaluate` and `predict`. So these, callbacks at the end of epochs, and what
+    follows `fit`, see averaged parameters. (Not a `fit` whose model has no metrics, not
+    even a loss; and not what follows `restore_state` until the next step.)
+
+    In a loop of one's own `flush(model)` holds a round. There, all variables of
+    floating point that were made in the scope as not trainable count as statistics.
+
+    Within a period the weights of each worker are a part of its state: `save_state`
+    writes them then, with its optimizer's, and `restore_state` brings them back.
+
+    Example:
+        config = tf_dgc.AveragingConfig(period=16)
+        strategy = tf_dgc.ParameterAveragingStrategy(config)
+        with strategy.scope():
+            model = ...
+            model.compile("adam", "mse")
+        model.fit(dataset_of_global_batches)
+
+    References:
+        See `tf_dgc.averaging`.
+    """
+
+    def __init__(
+        self,
+        config: AveragingConfig | None = None,
+        *,
+        transport: str | Transport = "auto",
+    ) -> None:
+        """Find the other workers; call this before any other TensorFlow operation.
+
+        Args:
+            config: the settings, the same on every worker; by default
+                `AveragingConfig()`.
+            transport: see `tf_dgc.transports.resolve`.
+
+        Raises:
+            TypeError: `config` is not an AveragingConfig.
+            ValueError: `transport` is unknown, or the workers differ in version,
+                strategy or settings; names the field and the ranks.
+            RuntimeError: TensorFlow has started, too early for its collectives.
+            TimeoutError: a worker did not come; names it.
+        """
+        config = AveragingConfig() if config is None else config
+        if not isinstance(config, AveragingConfig):
+            raise TypeError(
+                f"`config` must be an AveragingConfig. Received: config={config!r}"
+            )
+        self._outer: weakref.WeakKeyDictionary[Any, keras.optimizers.Optimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._settings = config
+        self._exchanges = 0
+        self._model: Any = None  # whose step is run
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
+        try:
+            found = resolve(transport)  # before any variable is made
+            self._averaging = Averaging(config)
+            super().__init__(Mesh.of(found), config, self._averaging)
+        except RuntimeError as error:
+            if hasattr(config.outer_optimizer, "apply"):
+                raise RuntimeError(
+                    f"{error} The outer optimizer is such a call: give a function, "
+                    "`outer_optimizer=lambda: keras.optimizers.SGD(...)`."
+                ) from error
+            raise
+
+    def round_stats(self) -> RoundStats:
+        """Return how many rounds there were, and what the last one found."""
+        found: list[Any] = self._ledger.exchanges()
+        if not found:
+            zero = tf.zeros([], tf.int64)
+            return RoundStats(zero, zero, zero, tf.zeros([]))
+        return found[-1].stats()
+
+    def settle(self) -> None:
+        """Hold a round of what was trained since the last one."""
+        self._settle(resumed=False)
+
+    def _settle(self, resumed: bool) -> None:
+        for optimizer in settle(self._ledger, resumed):
+            constrain(_host.keras.variables_of(optimizer))
+
+    def flush(self, model: keras.Model) -> None:
+        """Hold a round, and apply what compression keeps back; all workers call this.
+
+        Args:
+            model: one that was trained in this strategy's scope.
+
+        Raises:
+            ValueError: a state was restored, and not trained with since.
+        """
+        self._settle(resumed=True)
+        own = [v.value for v in model.weights]
+        self._ledger.flush(own, lambda *_: None)
+        constrain(model.trainable_variables)
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """Run `fn` on this worker's replica; Keras calls this for every step.
+
+        Raises:
+            ValueError: `fn` is a step of a model that cannot be trained like this, or
+                the period is to follow a loss that `fn` does not return.
+        """
+        before, self._model = self._exchanges, getattr(fn, "__self__", None)
+        try:
+            result = super().run(fn, args, kwargs, options)
+        finally:
+            self._model = None
+        if self._settings.period != ADAPTIVE:
+            return result
+        if self._exchanges > before:
+            self._training.add(fn)  # a tf.function is traced only once
+        if fn in self._training:
+            loss: Any = result.get("loss") if isinstance(result, Mapping) else result
+            if not tf.is_tensor(loss) or loss.shape.rank != 0:
+                raise ValueError(
+                    f"period={ADAPTIVE!r} follows the loss: a training step must "
+                    "return it, or a dictionary with 'loss', as that of a Keras model "
+                    f"does. Received: {result!r}"
+                )
+            self._averaging.loss.assign(tf.cast(loss, tf.float64))
+        return result
+
+    def exchange_and_update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
+    ) -> None:
+        """Update the variables, then hold a round where it is time."""
+        self._exchanges += 1
+        used = [v for g, v in pairs if g is not None]
+        if not self._ledger.knows(optimizer, used):
+            with tf.init_scope():
+                companions = self._companions_of(optimizer)
+                step = self._outer_step(optimizer)
+                self._averaging.expect(optimizer, companions, step)
+        super().exchange_and_update(optimizer, pairs, learning_rate, update)
+
+    def _companions_of(self, optimizer: keras.optimizers.Optimizer) -> Companions:
+        config = self._settings
+        if isinstance(self._model, keras.Model):
+            weights = [v.value for v in self._model.non_trainable_weights]
+            statistics = [v for v in weights if v.dtype.is_floating and not v.trainable]
+        else:
+            statistics = self.extended.statistics()
+        chosen = [
+            variable
+            for variable in statistics
+            if any(fnmatchcase(variable.name, f"{p}:0") for p in config.non_trainable)
+        ]
+        for pattern in set(config.non_trainable) - {"*"}:
+            if not any(fnmatchcase(v.name, f"{pattern}:0") for v in statistics):
+                paths = [v.name.removesuffix(":0") for v in statistics]
+                _logger.warning("%r matches none of %s", pattern, paths)
+        averaged = _host.keras.averages_of(optimizer)
+        slots = _host.keras.slots_of(optimizer)
+        own = []
+        if config.outer_optimizer is not None:
+            own = [variable.value for variable in self._outer_of(optimizer).variables]
+        if config.average_slots:
+            return Companions(chosen, [*averaged, *slots], own)
+        return Companions(chosen, averaged, [*slots, *own])
+
+    def _outer_of(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> keras.optimizers.Optimizer:
+        """Return the outer optimizer of what an optimizer of the user trains."""
+        if optimizer in self._outer:
+            return self._outer[optimizer]
+        wanted = self._settings.outer_optimizer
+        inside = tf.distribute.get_strategy() is self
+        with contextlib.nullcontext() if inside else self.scope():
+            if callable(wanted):
+                outer = wanted()
+            elif isinstance(wanted, Mapping):
+                outer = keras.optimizers.deserialize(dict(wanted))
+            else:
+                outer = type(wanted).from_config(wanted.get_config())
+            outer.build(_host.keras.variables_of(optimizer))
+        own = [variable.value for variable in _host.keras.variables_of(optimizer)]
+        optimizers.refuse_whole_tensors(outer, own, self._settings.compression)
+        # Its gradients are the same on all workers.
+        _host.hooks.apply_as_they_are(outer)
+        self._outer[optimizer] = outer
+        return outer
+
+    def _outer_step(self, optimizer: keras.optimizers.Optimizer) -> Outer | None:
+        """Return what steps an optimizer's variables along outer gradients."""
+        if self._settings.outer_optimizer is None:
+            return None
+        outer = self._outer_of(optimizer)
+        # With what Keras wraps around a variable it applies its constraint, too.
+        wrapped = {id(v.value): v for v in _host.keras.variables_of(optimizer)}
+
+        def step(gradients: list[Any], variables: Sequence[Any]) -> None:
+            trained = [wrapped[id(v)] for v in variables]
+            context = tf.distribute.get_replica_context()
+            with self._exchanged():
+                if context is not None and context.strategy is self:
+                    outer.apply(gradients, trained)
+                else:
+                    self.run(lambda: outer.apply(gradients, trained))
+
+        return step

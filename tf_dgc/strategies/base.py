@@ -1,0 +1,405 @@
+"""The tf.distribute strategies: one replica in each process.
+
+How an optimizer's gradients come here is told in `context.py`.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host, optimizers, step
+from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.exchanges import EachStep, Ledger, Make, Update
+from tf_dgc.exchanges.figures import StepStats, TensorStats
+from tf_dgc.exchanges.records import Record
+from tf_dgc.strategies import data, files
+from tf_dgc.strategies.context import ReplicaContext
+from tf_dgc.strategies.extended import OneReplicaExtended
+from tf_dgc.strategies.share import Share
+from tf_dgc.transports import Transport, handshake, resolve
+from tf_dgc.transports.mesh import Mesh
+from tf_dgc.transports.resolver import cluster_resolver
+from tf_dgc.version import __version__
+
+_logger = logging.getLogger("tf_dgc")
+
+_of_several: weakref.WeakSet["BaseStrategy"] = weakref.WeakSet()  # of several workers
+
+
+class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """What the strategies share.
+
+    Nominally a MultiWorkerMirroredStrategy, for `isinstance` checks in other libraries;
+    none of its code runs.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: DGCConfig | AveragingConfig | None,
+        make: Make,
+    ) -> None:
+        self._mesh, self._transport = mesh, mesh.everybody
+        self._config = config
+        self._ledger = Ledger(mesh.voices, make)
+        self._warned: set[str] = set()
+        self.share: Share | None = None  # of a step, where there are several workers
+        record = {
+            "strategy": type(self).__name__,
+            "tf_dgc": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "transport": self._transport.name,
+            **(config.get_config() if config else {}),
+        }
+        handshake.agree(self._transport, "versions and settings", record)
+        tf.distribute.Strategy.__init__(
+            self, OneReplicaExtended(self, self._transport, ReplicaContext)
+        )
+        files.install(self.rank, self._transport.size)
+        _watch_models()
+        if self._transport.size > 1:
+            _of_several.add(self)
+            _host.hooks.hook_share()
+            clips_sum = not isinstance(config, DGCConfig)
+            self.share = Share(self._transport, clips_sum, not self.lockstep)
+            self.extended.share_seed()
+            atexit.register(self.extended.warn_if_unused)
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, in [0, num_replicas_in_sync)."""
+        return self._transport.rank
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of workers, N; who reads it in a step divides a loss by it."""
+        if self.share is not None:
+            self.share.note_division()
+        return self._mesh.replicas
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, the worker that saves and reports."""
+        return self.rank == 0
+
+    @property
+    def transport(self) -> Transport:
+        """What carries tensors between the workers."""
+        return self._transport
+
+    @property
+    def config(self) -> DGCConfig | AveragingConfig | None:
+        """The settings; None where the strategy has none."""
+        return self._config
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers meet in each step, so that none may have fewer batches.
+
+        Elsewhere one whose data end early takes part in what the others still do.
+        """
+        return self._ledger.lockstep
+
+    @functools.cached_property
+    def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """Which task this worker is, for scripts of MultiWorkerMirroredStrategy."""
+        return cluster_resolver(self._transport)
+
+    def stats(self, total: bool = False) -> StepStats:
+        """Return what this worker sent in the last step, or in all steps so far.
+
+        Args:
+            total: sum over all steps; `residual_norm` is the present one either way.
+
+        Returns:
+            Scalar tensors; see `StepStats` for their units.
+        """
+        return self._ledger.stats(total)
+
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return what this worker sent of each compressed tensor, eagerly.
+
+        Args:
+            reset: start the figures anew after this.
+        """
+        return self._ledger.tensor_stats(reset)
+
+    def save_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
+        """Write what all workers keep back to a folder; all workers call this.
+
+        The weights are not in it: the model saves those. Each worker writes a file of
+        its own; the folder may be on a disk that they share, or on one of each.
+
+        Args:
+            path: of the folder; what was saved there is replaced.
+            model: only what is of its optimizers, or where it has none, of those that
+                have trained it; by default all there is.
+
+        Raises:
+            OSError, ValueError: a worker could not write; on all workers.
+        """
+        self._ledger.save(path, *_trained_in(model))
+
+    def own_state(self, model: keras.Model) -> list[Record]:
+        """Return what `save_state` writes of this worker, eagerly; not collective.
+
+        The arrays may be those of variables: copy them before the next step.
+        """
+        return self._ledger.records(*_trained_in(model))
+
+    def restore_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
+        """Take over what `save_state` wrote; all workers call this.
+
+        On the same number of workers training goes on bit for bit. On another number
+        each worker, which must see all files, gets an equal share of the sum of what
+        was kept back. Before the first step it is taken over in the first step.
+
+        Args:
+            path: of the folder.
+            model: as it was given to `save_state`.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged or not of this training; names file and
+                field. Raised in the first step, where that sees the variables first.
+        """
+        self._ledger.restore(path, *_trained_in(model))
+
+    def flush(self, model: keras.Model) -> None:
+        """Apply all that the workers still keep back; all workers call this.
+
+        A last step without a new gradient, sent densely, of all optimizers that have
+        trained the model, layers that were frozen since included. Averages of weights
+        (`use_ema`) do not see it.
+
+        Args:
+            model: one that was trained in this strategy's scope.
+
+        Raises:
+            ValueError: a state was restored, and not trained with since.
+        """
+        own = [variable.value for variable in model.weights]  # frozen ones, too
+
+        def apply(optimizer: Any, found: Update, variables: Sequence[Any]) -> None:
+            rate = tf.convert_to_tensor(optimizer.learning_rate)
+            update = functools.partial(_host.keras.update_variables, optimizer, self)
+            with self._exchanged():
+                step.apply(optimizer, found, variables, rate, update, self._clips_sum)
+            constrain(_host.keras.variables_of(optimizer))
+
+        with self.scope():
+            self._ledger.flush(own, apply)
+
+    def take_in(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Prepare an optimizer that is being made in the scope."""
+        if isinstance(self._config, DGCConfig) and self._config.nonfinite == "skip":
+            optimizers.leave_out_whole_steps(optimizer, self._transport)
+
+    def tell_what_is_lost(self, optimizer: Any) -> None:
+        """Warn where an optimizer that is given up still keeps something back."""
+        parts = {id(each) for each in _host.keras.inner_optimizers(optimizer)}
+        found = [e for e in self._ledger.exchanges() if id(e.owner()) in parts]
+        kept = [tf.reduce_any(part != 0) for each in found for part in each.kept()]
+        if any(map(bool, kept)):
+            name = optimizer.name
+            self._warn(
+                [
+                    f"The model is compiled anew, and what was kept back of {name!r}, "
+                    "its optimizer before, is lost. Call `strategy.flush(model)` "
+                    "before `compile`, which applies it"
+                ]
+            )
+
+    def settle(self) -> None:
+        """Make variables the same on all workers, where these may differ by now.
+
+        Called where all workers meet outside of steps: where the data of `fit`,
+        `evaluate` or `predict` are shared out, and where metrics are read, as at the
+        end of an epoch.
+        """
+        return
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here; all workers call this.
+
+        Outside of steps: so that a file, say, is read when the chief has written it.
+
+        Raises:
+            tf.errors.OpError: a worker has not come within the transport's timeout.
+        """
+        self.settle()
+        self._transport.barrier()
+
+    def run(
+        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+    ) -> Any:
+        """Run `fn` on this worker's replica; Keras calls this for every step.
+
+        Raises:
+            ValueError: `fn` is a step of a model that cannot be trained like this.
+        """
+        optimizers.check_function(fn)
+        model = _host.keras.model_of(fn)
+        if model is not None:
+            optimizers.check_model(model, self)
+        if self.share is not None and model is not None:
+            step = functools.partial(super().run, fn, kwargs=kwargs, options=options)
+            return self.share.run(model, args, step)
+        alone = self._transport.size == 1
+        if alone or getattr(fn, "__name__", "") != "one_step_on_data":
+            return super().run(fn, args, kwargs, options)
+        # Model.predict: each worker has the rows of its own share, maybe none.
+        args, count = data.at_least_one_row(args)
+        outputs = super().run(fn, args, kwargs, options)
+        return tf.nest.map_structure(
+            lambda rows: self._transport.all_gather_ragged(rows[:count], "predict"),
+            outputs,
+        )
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        """Give each warning once."""
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                _logger.warning(warning)
+
+    def exchange_and_update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
+    ) -> None:
+        """Exchange (gradient, variable) pairs and update the variables.
+
+        The variables whose momentum the exchange has taken over are updated with the
+        optimizer's own momentum suspended.
+        """
+        workers = self._mesh.replicas
+        self._warn(optimizers.warnings_about(optimizer, workers, self._config))
+        if not self._transport.alone:
+            self.extended.first_targets.compare(self._transport)
+        variables = [v for g, v in pairs if g is not None]
+        for variable in variables:  # some are changed in the exchange itself
+            self.extended.refuse_foreign(variable)
+        optimizers.refuse_whole_tensors(optimizer, variables, self._config)
+        part = None
+        if self.share is not None:
+            part = self.share.part(optimizer, learning_rate)
+        args = optimizer, pairs, learning_rate, update
+        with self._exchanged():
+            step.synchronised(self._ledger, *args, part=part, clips=self._clips_sum)
+
+    @property
+    def _clips_sum(self) -> bool:
+        """Whether optimizers clip what was exchanged."""
+        return self.share is not None and self.share.clips_sum
+
+    @contextlib.contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """Let variables be updated: by what was exchanged."""
+        self.extended.exchanged = True
+        try:
+            yield
+        finally:
+            self.extended.exchanged = False
+
+
+@functools.cache
+def _watch_models() -> None:
+    """Look at all models of this process before Keras builds or trains them."""
+    _host.hooks.wrap("build", _build)
+    _host.hooks.wrap("train function", _make_train_function)
+    _host.hooks.wrap("compile", _compile)
+
+
+def _compile(
+    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> None:
+    """Warn where an optimizer is replaced that still keeps something back."""
+    before = getattr(model, "optimizer", None)
+    original(model, *args, **kwargs)
+    strategy = _host.keras.strategy_of(model)
+    if isinstance(strategy, BaseStrategy) and model.optimizer is not before:
+        strategy.tell_what_is_lost(before)
+
+
+def _build(original: Callable[..., Any], model: keras.Model, **batches: Any) -> Any:
+    """Refuse what its strategy cannot train, and leave alone what has no `call`.
+
+    Keras builds every model that is of a strategy, by calling it; those of none are
+    built while their step is traced, as those must be that have no `call`.
+    """
+    strategy = _host.keras.strategy_of(model)
+    if isinstance(strategy, BaseStrategy):
+        optimizers.check_model(model, strategy)
+        if _host.keras.has_no_call(model):
+            return None
+    return original(model, **batches)
+
+
+def _make_train_function(
+    original: Callable[..., Any], model: keras.Model, force: bool = False
+) -> Any:
+    """Refuse a model that was forgotten to be made in the scope."""
+    if _of_several and not isinstance(_host.keras.strategy_of(model), BaseStrategy):
+        used = any(strategy.extended.used for strategy in _of_several)
+        next(iter(_of_several))._warn([optimizers.check_outsider(model, used)])
+    return original(model, force)
+
+
+def _trained_in(model: keras.Model | None) -> tuple[list[Any] | None, list[Any]]:
+    """Return a model's optimizers, or if it has none, the variables that others train.
+
+    None, for all optimizers, where there is no model.
+    """
+    if model is None:
+        return None, []
+    own = _host.keras.optimizers_of(model)
+    return own, [] if own else [v.value for v in model.variables]
+
+
+def constrain(variables: Sequence[Any]) -> None:
+    """Apply their constraints to Keras variables, as optimizers do after a step."""
+    for variable in variables:
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
+
+
+class DenseStrategy(BaseStrategy):
+    """Plain synchronous data parallelism over several machines, for Keras 3.
+
+    Example:
+        strategy = tf_dgc.DenseStrategy()
+        with strategy.scope():
+            model = ...
+            model.compile("adam", "mse")
+        model.fit(dataset_of_global_batches)
+    """
+
+    def __init__(self, *, transport: str | Transport = "auto") -> None:
+        """Find the other workers; call this before any other TensorFlow operation.
+
+        Args:
+            transport: see `tf_dgc.transports.resolve`.
+
+        Raises:
+            ValueError: `transport` is unknown, or the workers differ in version or
+                strategy; names the field and the ranks.
+            TimeoutError: a worker did not come; names it.
+            RuntimeError, ImportError: see `transports.resolve`.
+        """
+        super().__init__(Mesh.of(resolve(transport)), None, EachStep(None))

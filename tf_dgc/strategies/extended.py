@@ -1,0 +1,436 @@
+"""What tf.distribute asks of a strategy of one replica in each process.
+
+Variables are plain tf.Variables, so models save and load as on one machine; only what
+Keras metrics accumulate is kept by worker and summed when it is read.
+"""
+
+import contextlib
+import contextvars
+import gc
+import logging
+import secrets
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.strategies import data, provenance, randomness
+from tf_dgc.transports import Transport, handshake
+
+_logger = logging.getLogger("tf_dgc")
+_ReduceOp = tf.distribute.ReduceOp
+# What tf.random.Generator calls its state.
+_GENERATOR = "StateVar"
+
+
+_alone = contextvars.ContextVar("tf_dgc_alone", default=False)
+
+
+@contextlib.contextmanager
+def on_one_worker() -> Iterator[None]:
+    """Let variables be made on this worker only, such as those of a model's copy."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
+    """Places one replica on this worker's device and reduces over a transport.
+
+    Attributes:
+        used: whether a variable was made in the strategy's scope.
+        exchanged: whether the gradients that are applied now are those of all workers.
+        first_targets: of the batches that are split over the workers.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        transport: Transport,
+        replica_context: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(strategy)
+        self._transport = transport
+        self._replica_context = replica_context
+        self._device = _host.distribute.resolve_device(transport.device)
+        self._default_device = None
+        self.experimental_enable_get_next_as_optional = False
+        self.used = False
+        self.exchanged = False
+        self.first_targets = data.FirstTargets()
+        self._told_chance = False
+        self._statistics: list[weakref.ref[Any]] = []
+        _host.hooks.wrap("build", _build_by_first_batches)
+
+    # Variables.
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        self.used = True
+        kwargs.pop("colocate_with", None)
+        synchronization = kwargs.get("synchronization")
+
+        def create(**kwargs: Any) -> Any:
+            with tf.device(self._device):
+                return next_creator(**kwargs)
+
+        if (optimizer := _host.keras.calling_optimizer()) is not None:
+            self._container_strategy().take_in(optimizer)
+        own = synchronization == tf.VariableSynchronization.NONE
+        if synchronization == tf.VariableSynchronization.ON_READ:
+            return _host.distribute.create_on_read_variable(
+                self._container_strategy(), lambda **kw: [create(**kw)], **kwargs
+            )
+        if not own and self._transport.size > 1 and not _alone.get():
+            kwargs["initial_value"] = self._shared_initial_value(kwargs)
+        variable = create(**kwargs)
+        kept = kwargs.get("trainable") is False and variable.dtype.is_floating
+        if kept and not own and _host.keras.calling_optimizer() is None:
+            self._statistics.append(weakref.ref(variable))
+        return variable
+
+    def statistics(self) -> list[Any]:
+        """Return the variables of layers that gradients do not train, floating point.
+
+        In the order in which they were made, in this strategy's scope.
+        """
+        gc.collect()  # models that are gone, on all workers alike
+        found = [reference() for reference in self._statistics]
+        return [variable for variable in found if variable is not None]
+
+    def _shared_initial_value(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
+        value, name = kwargs["initial_value"], kwargs.get("name")
+        transport = self._transport
+
+        def initial_value() -> tf.Tensor:
+            local = value() if callable(value) else value
+            local = tf.convert_to_tensor(local, dtype=kwargs.get("dtype"))
+            if local.dtype == tf.string:
+                return local
+            if tf.executing_eagerly():
+                form = {"shape": local.shape.as_list(), "dtype": local.dtype.name}
+                handshake.agree(transport, f"variable {name!r}", form)
+            (shared,) = transport.broadcast([local], "variable")
+            if name == _GENERATOR:
+                return randomness.key_by(transport.rank, shared)
+            return shared
+
+        return initial_value
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Return a context in which an optimizer makes a slot for a variable."""
+        self.refuse_foreign(colocate_with_variable)
+        return super().colocate_vars_with(colocate_with_variable)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
+        pass  # done above
+
+    def refuse_foreign(self, variable: Any) -> None:
+        """Raise ValueError where a variable is not of this strategy."""
+        if _host.keras.strategy_of(variable) is not self._container_strategy():
+            raise ValueError(
+                f"The variable {variable.name!r} was made outside the scope of this "
+                "strategy, and its optimizer inside. Build and compile the model "
+                "inside `with strategy.scope():`."
+            )
+
+    def _update(
+        self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        self.refuse_foreign(var)
+        # Optimizers also update what they keep, decay weights without arguments, and
+        # overwrite them with a variable, their average.
+        gradient = args and isinstance(args[0], tf.Tensor | tf.IndexedSlices)
+        applies = (
+            var.trainable and gradient and _host.keras.calling_optimizer() is not None
+        )
+        if applies and not self.exchanged and self._transport.size > 1:
+            raise RuntimeError(
+                f"An optimizer applies this worker's own gradient to {var.name!r}. "
+                "Call the training step by `strategy.run(step, args)`, which exchanges "
+                "the gradients of all workers."
+            )
+        with tf.device(self._device), _host.distribute.update_context():
+            result = fn(
+                var,
+                *_host.distribute.local_component(args),
+                **_host.distribute.local_component(kwargs),
+            )
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def _update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        with tf.device(self._device), _host.distribute.update_context():
+            result = fn(
+                *_host.distribute.local_component(args),
+                **_host.distribute.local_component(kwargs),
+            )
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def read_var(self, v: Any) -> tf.Tensor:
+        """Return a variable's value."""
+        return tf.identity(v)
+
+    def value_container(self, value: Any) -> Any:
+        """Return the distributed value that `value` is a part of, or itself."""
+        return _host.distribute.value_container(value)
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return _host.distribute.components_of(value) or (value,)
+
+    def warn_if_unused(self) -> None:
+        """Warn, at the end of the process, where nothing was made in the scope."""
+        if not self.used:
+            _logger.warning(
+                "No variable was made in the scope of this strategy, so nothing was "
+                "synchronised: build and compile the model inside `with "
+                "strategy.scope():`"
+            )
+
+    # Data.
+
+    def share_seed(self) -> None:
+        """Let all workers draw the order of their data alike."""
+        seed = tf.constant(secrets.randbits(31), tf.int64)
+        (seed,) = self._transport.broadcast([seed], "seed")
+        randomness.share(int(seed))
+
+    def own_rows(
+        self, dataset: tf.data.Dataset, first: data.FirstTargets | None = None
+    ) -> tf.data.Dataset:
+        """Return this worker's rows of batches; see `data.share_of`."""
+        rank, size = self._transport.rank, self._transport.size
+        return data.share_of(dataset, rank, size, first)
+
+    def _input_context(self) -> tf.distribute.InputContext:
+        size = self._transport.size
+        return tf.distribute.InputContext(size, self._transport.rank, size)
+
+    def _tell_chance(self) -> None:
+        if self._told_chance:
+            return
+        self._told_chance = True
+        _logger.warning(
+            "A random operation without a seed decides which elements the dataset has "
+            "(in Dataset.filter, flat_map or the like): each worker draws its own "
+            "numbers, and so has rows of other batches. Give the operation a `seed`"
+        )
+
+    def _agree_on_length(self, dataset: Any) -> None:
+        """Refuse datasets of which some workers would wait for batches of others.
+
+        Raises:
+            ValueError: the numbers of batches differ, as far as they are known.
+        """
+        if tf.executing_eagerly() and self._container_strategy().lockstep:
+            batches = int(dataset.cardinality())
+            names = {-1: "endless", -2: "unknown"}
+            record = {"number of batches": names.get(batches, batches)}
+            handshake.agree(self._transport, "data", record)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        self._container_strategy().settle()
+        if self._transport.size > 1 and provenance.decided_by_chance(dataset):
+            self._tell_chance()
+        own = self.own_rows(dataset, self.first_targets)
+        self._agree_on_length(dataset)
+        return _host.distribute.distributed_dataset(
+            self._container_strategy(), own, self._device
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        self._container_strategy().settle()
+        own = dataset_fn(self._input_context())
+        self._agree_on_length(own)
+        return _host.distribute.distributed_dataset(
+            self._container_strategy(), own, self._device
+        )
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        context = tf.distribute.experimental.ValueContext(
+            self._transport.rank, self._transport.size
+        )
+        return value_fn(context)
+
+    # Running and reducing.
+
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        context = self._replica_context(self._container_strategy())
+        with tf.device(self._device), context:
+            result = fn(
+                *_host.distribute.local_component(args),
+                **_host.distribute.local_component(kwargs),
+            )
+        context.refuse_pending()
+        if getattr(fn, "__name__", "") == "check_finite":
+            # LossScaleOptimizer: an overflow on one worker is one for all.
+            share = self._container_strategy().share
+            if share is not None:  # what is computed without rows counts nothing
+                result = tf.logical_or(result, share.empty)
+            result = self._transport.holds_on_all(result, "finite")
+        return result
+
+    def _reduce_to(
+        self, reduce_op: Any, value: Any, destinations: Any, options: Any
+    ) -> Any:
+        if _host.distribute.is_metric_variable(value) and tf.executing_eagerly():
+            # As at the end of an epoch, before evaluation and callbacks: all are here.
+            self._container_strategy().settle()
+        return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
+
+    def _batch_reduce_to(
+        self, reduce_op: Any, value_destination_pairs: Any, options: Any
+    ) -> Any:
+        values = [value for value, _ in value_destination_pairs]
+        flat = [_own_value(part) for part in tf.nest.flatten(values)]
+        dense = [part for part in flat if isinstance(part, tf.Tensor)]
+        read = any(map(_host.distribute.is_metric_variable, values))
+        name = "metric" if read else "reduce"
+        reduced = iter(self._transport.all_reduce(dense, name))
+        summed = [
+            next(reduced)
+            if isinstance(part, tf.Tensor)
+            else self._transport.sum_slices(part, f"reduce.slices{i}")
+            for i, part in enumerate(flat)
+        ]
+        if reduce_op == _ReduceOp.MEAN:
+            summed = [
+                part / tf.cast(self._transport.size, part.dtype) for part in summed
+            ]
+        return tf.nest.pack_sequence_as(values, summed)
+
+    def _gather_to_implementation(
+        self, value: Any, destinations: Any, axis: int, options: Any
+    ) -> tf.Tensor:
+        value = _own_value(value)
+        order = list(range(value.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        rows = tf.transpose(value, order)
+        return tf.transpose(self._transport.all_gather_ragged(rows, "gather"), order)
+
+    def _broadcast_to(self, tensor: tf.Tensor, destinations: Any) -> tf.Tensor:
+        return tensor
+
+    # Who and where.
+
+    def _in_multi_worker_mode(self) -> bool:
+        # True would lead Keras into branches that only fit TensorFlow's own strategy.
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> int:
+        return 0
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self._transport.rank
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._transport.size
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The one device of this worker."""
+        return (self._device,)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The one device of this worker."""
+        return (self._device,)
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        """Return the one device of this worker."""
+        return (self._device,)
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: every worker builds its own graph."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: every worker initialises its own variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker is the one that saves."""
+        return self._transport.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this worker is the one that writes summaries."""
+        return self._transport.rank == 0
+
+    @property
+    def _global_batch_size(self) -> bool:
+        return True
+
+
+def _build_by_first_batches(
+    original: Callable[..., Any],
+    model: Any,
+    iterator: Any = None,
+    data_batch: Any = None,
+) -> Any:
+    """Let Keras build a model without using up what Python code gives only once.
+
+    Under a strategy it reads a batch of an iterator that it then gives up, and what was
+    read ahead is lost with it.
+    """
+    extended = model.distribute_strategy.extended
+    if iterator is None or not isinstance(extended, OneReplicaExtended):
+        return original(model, iterator=iterator, data_batch=data_batch)
+    batches = _host.keras.first_batches_of(iterator)
+    if batches is not None:
+        data_batch = data.first_of(extended.own_rows(batches))
+    else:
+        for *_, batches in iterator:
+            data_batch = next(batches)
+            break
+    refuse_stateful(model, data_batch, extended._num_replicas_in_sync)
+    return original(model, data_batch=data_batch)
+
+
+def refuse_stateful(model: Any, batch: Any, size: int) -> None:
+    """Raise ValueError where layers keep states for more rows than a worker has.
+
+    Args:
+        model: of Keras.
+        batch: of this worker.
+        size: N.
+    """
+    inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
+    made_for = {each.shape[0] for each in inputs} - {None}
+    rows = {part.shape[0] for part in tf.nest.flatten(batch) if part is not None}
+    names = [
+        layer.name
+        for layer in getattr(model, "layers", [])
+        if getattr(layer, "stateful", False) is True
+    ]
+    if size > 1 and names and made_for and None not in rows and made_for != rows:
+        raise ValueError(
+            "A stateful layer keeps states of the rows of its worker: `batch_shape` "
+            f"must begin with {min(rows)}, the rows of one of {size} workers, while "
+            "data stay in batches of all rows. "
+            f"Received: batch_shape=({min(made_for)}, ...), layers {names}"
+        )
+
+
+def _own_value(value: Any) -> tf.Tensor | tf.IndexedSlices:
+    """Return this worker's component of a value as a tensor or IndexedSlices."""
+    if found := _host.distribute.components_of(value):
+        value = found[0]
+    if isinstance(value, tf.IndexedSlices):
+        return value
+    return tf.convert_to_tensor(value)

@@ -1,0 +1,332 @@
+"""Files of ordinary scripts, which run on each of several workers.
+
+Callbacks of Keras that are known to write, and what is derived from them, write on the
+chief alone; `fit` goes on on the others when that is written, and what one of them has
+read back all get. Models are saved beside their file, which is then replaced, so that
+several workers may save to one path, and read it at any time.
+"""
+
+import contextlib
+import contextvars
+import functools
+import json
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.strategies.extended import OneReplicaExtended, on_one_worker
+
+# They do nothing on workers that are not the chief.
+_SILENT = (
+    "BackupAndRestore",
+    "CSVLogger",
+    "OrbaxCheckpoint",
+    "RemoteMonitor",
+    "TensorBoard",
+)
+_FILES = (".keras", ".h5", ".hdf5")  # that models are saved to, each a single one
+_silent = contextvars.ContextVar("tf_dgc_silent", default=False)
+
+
+class _Process:
+    """What this process is: a worker among several, or alone."""
+
+    installed = False
+    several = False
+    chief = True
+
+
+def install(rank: int, workers: int) -> None:
+    """Let the callbacks and models of Keras know of workers.
+
+    Nothing changes for models of other strategies, but that several workers can save
+    them to one path.
+    """
+    _Process.several, _Process.chief = workers > 1, rank == 0
+    if _Process.installed:
+        return
+    _Process.installed = True
+    callbacks = keras.callbacks
+    for name in _SILENT:
+        if hasattr(callbacks, name):
+            _wrap_hooks(getattr(callbacks, name), lambda hook, *args, **kwargs: None)
+    _wrap_hooks(callbacks.ModelCheckpoint, _decide_only)
+    _wrap(callbacks.TensorBoard, "set_model", _set_model_only)
+    joined = callbacks.CallbackList.set_model
+
+    @functools.wraps(joined)
+    def set_model(self: Any, model: Any) -> None:
+        if model and (strategy := strategy_of(model)):
+            _join(self, strategy)
+        joined(self, model)
+
+    callbacks.CallbackList.set_model = set_model
+    keras.Model.save = _replacing(keras.Model.save)
+    keras.Model.save_weights = _replacing(keras.Model.save_weights)
+    for place in (keras.models, keras.saving):
+        place.save_model = _save_model
+
+
+def strategy_of(model: Any) -> Any:
+    """Return the strategy of a model, if it is one of this package."""
+    strategy = getattr(model, "distribute_strategy", None)
+    own = isinstance(getattr(strategy, "extended", None), OneReplicaExtended)
+    return strategy if own else None
+
+
+# Callbacks that write.
+
+
+def _wrap_hooks(kind: Any, elsewhere: Callable[..., None]) -> None:
+    for name in vars(kind).copy():
+        if name.startswith("on_"):
+            _wrap(kind, name, elsewhere)
+
+
+def _wrap(kind: Any, name: str, elsewhere: Callable[..., None]) -> None:
+    """Let `elsewhere` stand for a method, on workers that are not the chief."""
+    original = vars(kind)[name]
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        model = args[0] if name == "set_model" else self.model
+        strategy = strategy_of(model)
+        if strategy is None:
+            original(self, *args, **kwargs)
+        elif strategy.is_chief:
+            with on_one_worker():
+                original(self, *args, **kwargs)
+        else:
+            elsewhere(original, self, *args, **kwargs)
+
+    setattr(kind, name, method)
+
+
+def _decide_only(
+    original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Keep in mind what the chief saves, and save nothing."""
+    verbose, callback.verbose = callback.verbose, 0
+    token = _silent.set(True)
+    try:
+        original(callback, *args, **kwargs)
+    finally:
+        _silent.reset(token)
+        callback.verbose = verbose
+
+
+def _set_model_only(original: Callable[..., None], callback: Any, model: Any) -> None:
+    """Draw no graph of the model, and let what is derived from this write nothing."""
+    kept = callback.write_graph, callback.embeddings_freq
+    callback.write_graph, callback.embeddings_freq = False, 0
+    try:
+        original(callback, model)
+    finally:
+        callback.write_graph, callback.embeddings_freq = kept
+    _host.keras.silence_tensorboard(callback)
+
+
+def _writer_in(callback: Any) -> Any:
+    """Return what writes on the chief alone, if a callback is such, or wraps one."""
+    if (limited := getattr(callback, "on_chief", None)) is not None:
+        return limited
+    names = (*_SILENT, "ModelCheckpoint")
+    kinds = tuple(getattr(keras.callbacks, n, _Missing) for n in names)
+    return callback if isinstance(callback, kinds) else None
+
+
+class _Missing:
+    """Stands for a class that this version of Keras does not have."""
+
+
+# Workers wait for what was written.
+
+
+class AtTheEnd:
+    """A callback that is the last of its list in all that it does.
+
+    Attributes:
+        others: the callbacks before it.
+    """
+
+    others: Sequence[Any] = ()
+
+
+class _Plan:
+    """Where the workers of a `fit` wait: behind each writer, or after all callbacks.
+
+    Workers may have other callbacks, such as those that a script gives to the chief
+    only; then there is no place but the end at which all meet.
+    """
+
+    def __init__(self, writers: Sequence[Any]) -> None:
+        self.writers = writers
+        self.behind_each = self.at_the_end = False
+        self.restores = False
+
+    def make(self, transport: Any) -> None:
+        """Compare the writers of all workers."""
+        names = json.dumps([type(writer).__name__ for writer in self.writers])
+        restoring = any(map(_restores, self.writers))
+        own = [zlib.crc32(names.encode()), len(self.writers), restoring]
+        found = transport.all_gather(tf.constant(own, tf.int64), "writers").numpy()
+        self.behind_each = bool((found == found[0]).all())
+        self.at_the_end = not self.behind_each
+        self.restores = bool(found[:, 2].any())
+
+
+def _restores(writer: Any) -> bool:
+    return isinstance(writer, keras.callbacks.BackupAndRestore)
+
+
+class _Begin(keras.callbacks.Callback):
+    """The first of a list."""
+
+    def __init__(self, strategy: Any, plan: _Plan) -> None:
+        super().__init__()
+        self._strategy, self._plan = strategy, plan
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._plan.make(self._strategy.transport)
+
+
+class _Meeting(keras.callbacks.Callback):
+    """Stands behind a writer, or at the end of a list: nobody goes on before others."""
+
+    def __init__(self, strategy: Any, plan: _Plan, writer: Any = None) -> None:
+        super().__init__()
+        self._strategy, self._plan = strategy, plan
+        self._at_the_end = writer is None
+        self._writers = plan.writers if writer is None else [writer]
+
+    @property
+    def _held(self) -> bool:
+        plan = self._plan
+        return plan.at_the_end if self._at_the_end else plan.behind_each
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        restoring = [writer for writer in self._writers if _restores(writer)]
+        if self._held and (restoring or (self._at_the_end and self._plan.restores)):
+            _share_restored(self._strategy, self.model, restoring)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._held:
+            self._strategy.barrier()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._held:
+            self._strategy.barrier()
+
+
+def _join(callbacks: Any, strategy: Any) -> None:
+    """Put into a list of callbacks what lets the workers wait for each other."""
+    given = callbacks.callbacks
+    last = [each for each in given if isinstance(each, AtTheEnd)]
+    others = [each for each in given if not isinstance(each, AtTheEnd)]
+    for each in last:
+        each.others = others
+    if strategy.num_replicas_in_sync > 1 and not any(
+        isinstance(each, _Begin) for each in given
+    ):
+        writers = list(filter(None, map(_writer_in, others)))
+        plan = _Plan(writers)
+        found: list[Any] = [_Begin(strategy, plan)]
+        for each in others:
+            found.append(each)
+            if (writer := _writer_in(each)) is not None:
+                found.append(_Meeting(strategy, plan, writer))
+        others = [*found, _Meeting(strategy, plan)]
+    given[:] = [*others, *last]
+
+
+def _share_restored(strategy: Any, model: Any, writers: Sequence[Any]) -> None:
+    """Give all workers the epoch and the variables that the chief has restored."""
+    transport = strategy.transport
+    epoch = _host.keras.initial_epoch(model)
+    found = any(tf.io.gfile.glob(os.path.join(w.backup_dir, "*")) for w in writers)
+    own = tf.constant([found, -1 if epoch is None else epoch], tf.int64)
+    (told,) = transport.broadcast([own], "restored")
+    if not int(told[0]):
+        return
+    _host.keras.set_initial_epoch(model, None if int(told[1]) < 0 else int(told[1]))
+    optimizers = _host.keras.optimizers_of(model)
+    variables = [v for each in (model, *optimizers) for v in each.variables]
+    unique = {id(v): v for v in variables if "seed_generator_state" not in v.path}
+    for variable in unique.values():
+        if not _host.distribute.is_metric_variable(variable.value):
+            (value,) = transport.broadcast([variable.value], "restored.variable")
+            variable.assign(value)
+
+
+# Models that all workers save.
+
+
+def _replacing(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that saves a model, with its file replaced in one instant."""
+
+    @functools.wraps(original)
+    def save(
+        self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        if _silent.get():
+            return
+        target = _plain_file(filepath, overwrite) if _Process.several else None
+        if target is None or args or any(v is not None for v in kwargs.values()):
+            original(self, filepath, overwrite, *args, **kwargs)
+            return
+        strategy = strategy_of(self)
+        chief = strategy.is_chief if strategy else _Process.chief
+        with _replaced(target, chief) as temporary, on_one_worker():
+            original(self, temporary, overwrite, **kwargs)
+
+    return save
+
+
+def _save_model(
+    model: keras.Model, filepath: Any, overwrite: bool = True, **kwargs: Any
+) -> None:
+    """Save a model: `keras.saving.save_model`, as `Model.save` does it."""
+    model.save(filepath, overwrite, **kwargs)
+
+
+def _plain_file(filepath: Any, overwrite: bool) -> pathlib.Path | None:
+    """Return the file that can be replaced; None of what is remote, asks, and so on."""
+    if not isinstance(filepath, (str, os.PathLike)) or "://" in str(filepath):
+        return None
+    path = pathlib.Path(os.path.realpath(filepath))
+    if not path.name.endswith(_FILES) or (path.exists() and not path.is_file()):
+        return None
+    return path if overwrite or not path.exists() else None
+
+
+@contextlib.contextmanager
+def _replaced(target: pathlib.Path, chief: bool) -> Iterator[pathlib.Path]:
+    """Yield where to write; then replace the target, which so is whole at any time.
+
+    What another worker has put there meanwhile stays, unless this one is the chief.
+    """
+    temporary = target.with_name(f".{os.getpid()}.{os.urandom(4).hex()}.{target.name}")
+    before = _stamp(target)
+    try:
+        yield temporary
+        if chief or _stamp(target) == before:
+            if target.exists():
+                shutil.copymode(target, temporary)
+            temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced."""
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None

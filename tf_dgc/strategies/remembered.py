@@ -1,0 +1,145 @@
+"""What callbacks of Keras remember from epoch to epoch, as arrays of a file.
+
+And of which variables the optimizers of a model have slots, as Keras loads only those
+of optimizers that are built. No pickle; what is read is data, and checked.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from tf_dgc import _host
+from tf_dgc.exchanges import files as state_files
+from tf_dgc.transports import handshake
+
+TEXT = "remembered"
+
+
+class Remembered(NamedTuple):
+    """What a file tells."""
+
+    callbacks: list[dict[str, Any]]
+    optimizers: list[list[int] | None]  # indices of variables of the model
+
+
+def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndarray]:
+    """Return what callbacks remember, by name; a text among it tells the rest."""
+    arrays, entries = {}, []
+    for i, callback in enumerate(_known(callbacks)):
+        names = _host.keras.remembered_by(callback)
+        best = getattr(callback, "best_weights", None)
+        entries.append(
+            {
+                "class": type(callback).__name__,
+                "fields": {name: _plain(getattr(callback, name)) for name in names},
+                "best_weights": best is not None,
+            }
+        )
+        for j, array in enumerate(best or []):
+            arrays[f"best.{i}.{j}"] = portable(array)
+    told = {"callbacks": entries, "optimizers": _slots_of(model)}
+    arrays[TEXT] = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    return arrays
+
+
+def read(path: pathlib.Path, model: keras.Model) -> Remembered:
+    """Read the text of a file, and check it.
+
+    Raises:
+        ValueError: it is damaged, or of another model; names file and field.
+    """
+    text = state_files.read_arrays(path, {TEXT: None})[TEXT].tobytes()
+    told = handshake.read_object(text, f"{path}: field {TEXT!r}")
+    try:
+        found = Remembered(told["callbacks"], told["optimizers"])
+        for entry in found.callbacks:
+            kinds = type(entry["class"]), type(entry["best_weights"])
+            fields = entry["fields"].values()
+            if kinds != (str, bool) or not all(map(_is_plain, fields)):
+                raise ValueError(f"an entry is {entry}")
+        count = len(model.variables)
+        for indices in found.optimizers:
+            for i in indices or []:
+                if type(i) is not int or not 0 <= i < count:
+                    raise ValueError(f"indices are {indices}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: field {TEXT!r} is damaged, or of another model: "
+            + ascii(str(error))[1:-1][:300]
+        ) from None
+    return found
+
+
+def build_optimizers(found: Remembered, model: keras.Model) -> None:
+    """Build optimizers as they were, so that their slots can be loaded."""
+    variables = model.variables
+    optimizers = _host.keras.optimizers_of(model)
+    for optimizer, indices in zip(optimizers, found.optimizers, strict=False):
+        if indices and not optimizer.built:
+            optimizer.build([variables[i] for i in indices])
+
+
+def restore(
+    path: pathlib.Path,
+    found: Remembered,
+    callbacks: Iterable[Any],
+    model: keras.Model,
+) -> None:
+    """Let callbacks remember what those of the same class did, in their order.
+
+    Raises:
+        ValueError: what they remember is damaged; names file and field.
+    """
+    left = list(enumerate(found.callbacks))
+    shapes = [list(v.shape) for v in model.weights]
+    for callback in _known(callbacks):
+        name = type(callback).__name__
+        same = [item for item in left if item[1]["class"] == name]
+        if not same:
+            continue
+        left.remove(same[0])
+        i, entry = same[0]
+        for field in _host.keras.remembered_by(callback):
+            if field in entry["fields"]:
+                setattr(callback, field, entry["fields"][field])
+        if entry["best_weights"] and hasattr(callback, "best_weights"):
+            wanted = {f"best.{i}.{j}": shape for j, shape in enumerate(shapes)}
+            arrays = state_files.read_arrays(path, wanted)
+            callback.best_weights = list(arrays.values())
+
+
+def _known(callbacks: Iterable[Any]) -> list[Any]:
+    own = [getattr(callback, "on_chief", callback) for callback in callbacks]
+    return [callback for callback in own if _host.keras.remembered_by(callback)]
+
+
+def _plain(value: Any) -> Any:
+    return value if _is_plain(value) else float(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float)
+
+
+def portable(array: Any) -> np.ndarray:
+    """Return an array in a type that NumPy has by itself, of the same values."""
+    array = np.asarray(array)
+    if array.dtype.kind in "fiu":
+        return array
+    return array.astype(np.uint8 if array.dtype.kind == "b" else np.float32)
+
+
+def _slots_of(model: keras.Model) -> list[list[int] | None]:
+    place = {id(variable): i for i, variable in enumerate(model.variables)}
+    found: list[list[int] | None] = []
+    for optimizer in _host.keras.optimizers_of(model):
+        own: Sequence[Any] = (
+            _host.keras.variables_of(optimizer) if optimizer.built else []
+        )
+        known = all(id(variable) in place for variable in own)
+        found.append([place[id(v)] for v in own] if own and known else None)
+    return found

@@ -1,0 +1,266 @@
+"""What the batch of a model's step is to this worker, and what its gradients count.
+
+Axis: N workers. Keras divides the mean loss of a worker's n rows by N, so that plain
+sums would do if all had as many rows:
+
+    sum of (n / sum of n) * N * g     the loss was divided by N, by Keras or the user
+    sum of (n / sum of n) * g         it was not: a mean of an own `train_step`
+    sum of g                          it was not a mean, but a sum of rows
+
+Where a loss is divided by less than all rows, as with masks, n is what it is divided
+by. A worker without rows computes with a row of zeros, which counts nothing.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.exchanges import Part
+from tf_dgc.strategies import data
+from tf_dgc.transports import Transport, handshake
+
+_logger = logging.getLogger("tf_dgc")
+
+
+class Share:
+    """What this worker has of the step that runs; there is one per strategy.
+
+    Variables hold what differs from step to step, as functions that are traced once
+    may be called in many steps.
+    """
+
+    def __init__(self, transport: Transport, clips_sum: bool, local: bool) -> None:
+        """Create the variables, outside of any graph.
+
+        Args:
+            transport: of the strategy.
+            clips_sum: whether optimizers clip what was exchanged, not what a worker
+                brings to the exchange.
+            local: whether a step is this worker's alone.
+        """
+        self._transport = transport
+        self._local = local
+        self.clips_sum = clips_sum
+        own = tf.VariableSynchronization.NONE
+        with tf.init_scope(), tf.device(transport.device):
+            self._rows, self._counted, self._usual = (
+                tf.Variable(value, trainable=False, synchronization=own)
+                for value in (1.0, 1.0, 0.0)
+            )
+        self._model: keras.Model | None = None  # whose step runs
+        self._may_be_empty = False
+        self._divided = False  # whether anybody has asked for N in this step
+        self._losses: list[str] = []  # kinds, in this step; see `note_loss`
+        self._said: set[str] = set()
+
+    # Steps.
+
+    def run(self, model: keras.Model, args: Any, step: Callable[[Any], Any]) -> Any:
+        """Run a step of a model.
+
+        Args:
+            model: of the user.
+            args: of the step; tensors with rows along the first axis, or anything.
+            step: takes such arguments.
+
+        Returns:
+            What the step returns.
+        """
+        rows = data.row_count(args)
+        self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
+        self._model, self._divided, self._losses = model, False, []
+        try:
+            self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
+            if not self._may_be_empty:
+                return step(args)
+            return run_with_a_row(model, args, step)[0]
+        finally:
+            self._model, self._may_be_empty = None, False
+
+    @property
+    def empty(self) -> tf.Tensor:
+        """Whether this worker has no row in the step that runs: shape [], bool."""
+        if not self._may_be_empty:
+            return tf.constant(False)
+        return self._rows.read_value() == 0.0
+
+    def own_gradients(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return gradients that are zero where there were no rows to compute them."""
+        if not self._may_be_empty:
+            return gradients
+        empty = self.empty
+
+        def or_zero(gradient: Any) -> Any:
+            if isinstance(gradient, tf.IndexedSlices):
+                values = or_zero(gradient.values)
+                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            return tf.where(empty, tf.zeros_like(gradient), gradient)
+
+        return [None if g is None else or_zero(g) for g in gradients]
+
+    # Losses.
+
+    def note_division(self) -> None:
+        """Note that somebody divides by N, in the step that runs."""
+        self._divided = True
+
+    @property
+    def undivided(self) -> bool:
+        """Whether a step runs whose loss is a mean that nobody divides by N."""
+        means = self._model is not None and "sum" not in self._losses
+        return means and not self._divided
+
+    def note_loss(self, kind: str, counted: Callable[[], tf.Tensor]) -> None:
+        """Note by what a loss is divided.
+
+        Args:
+            kind: "rows", "own" for something that `counted` returns, "sum" where it is
+                a sum, "none" where it is one loss for each row.
+            counted: returns a tensor of shape [].
+        """
+        if self._model is None:
+            return
+        self._losses.append(kind)
+        if kind == "own":
+            self._counted.assign(tf.cast(counted(), tf.float32))
+
+    # The exchange.
+
+    def part(self, optimizer: keras.optimizers.Optimizer, rate: Any) -> Part | None:
+        """Return what the gradients that an optimizer applies now count.
+
+        Args:
+            optimizer: of the user.
+            rate: its learning rate.
+        """
+        workers, one = self._transport.size, tf.ones([])
+        rate = tf.cast(rate, tf.float32)
+        if self._model is None:
+            return Part(rate, one, workers)
+        stock = self._divided or _host.keras.has_step_of_keras(self._model)
+        if "sum" in self._losses or (stock and set(self._losses) == {"none"}):
+            return Part(rate, one, workers)
+        if not self._divided:
+            self._say_undivided(self._model)
+        whole = workers if self._divided else 1
+        if self._local:
+            if _host.keras.follows_schedule(optimizer):  # by steps of its own
+                rate = tf.constant(float("nan"))
+            return Part(rate, tf.where(self.empty, 0.0, one), whole)
+        if getattr(optimizer, "gradient_accumulation_steps", None):
+            return Part(rate, one, whole)
+        counted = self._rows
+        if "own" in self._losses and len(self._losses) == 1:
+            counted = self._counted
+        elif "own" in self._losses:
+            self._say(
+                "Losses that leave out rows, or what is masked, are weighted by rows "
+                "where there are several of them in a step: shares in which other "
+                "numbers count then differ from one worker's"
+            )
+        self._meet()
+        own = tf.where(self.empty, 0.0, counted.read_value())
+        return Part(rate, own / self._usual.read_value(), whole)
+
+    def _meet(self) -> None:
+        """Agree in the first step on what is usual, so that weights are about 1."""
+
+        def gather() -> None:
+            found = self._transport.all_gather(self._rows.read_value(), "usual_rows")
+            self._usual.assign(tf.maximum(tf.reduce_max(found), 1.0))
+
+        with tf.device("CPU:0"):  # where it is, and where what is to be done is chosen
+            unknown = self._usual == 0.0
+        tf.cond(unknown, gather, lambda: None)
+
+    def _say_undivided(self, model: keras.Model) -> None:
+        self._say(
+            f"The training step of {model.name!r} divides no loss by the number of "
+            "workers: its gradients are averaged over them, by rows, as of means over "
+            "the rows of each. Where that is not what is meant, read "
+            "`strategy.num_replicas_in_sync` in the step and divide by it"
+        )
+
+    def _say(self, warning: str) -> None:
+        if warning not in self._said and self._transport.rank == 0:
+            self._said.add(warning)
+            _logger.warning(warning)
+
+    # Logs.
+
+    def agree_on_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Return the same logs of a step on all workers, which call this.
+
+        Args:
+            logs: of the last step of this worker.
+
+        Returns:
+            Of all that have rows, the mean by rows of what is a number; the chief's
+            of what is not, or this worker's own where it cannot be told.
+        """
+        own = {name: _as_json(value) for name, value in logs.items()}
+        rows = float(self._rows) if logs else 0.0
+        found = handshake.tell(self._transport, "logs", {"rows": rows, "logs": own})
+        names = list(dict.fromkeys(name for told in found for name in told["logs"]))
+        return {name: _agreed(name, logs.get(name), found) for name in names}
+
+
+def run_with_a_row(
+    model: keras.Model, args: Any, step: Callable[[Any], Any]
+) -> tuple[Any, tf.Tensor]:
+    """Run a step with a row of zeros where there is none, which leaves no trace.
+
+    Returns:
+        What the step returns, and how many rows there were: shape [], int32.
+    """
+    kept = _host.keras.changed_by_forward_passes(model)
+    before = [variable.read_value() for variable in kept]
+    filled, count = data.at_least_one_row(args)
+    result = step(filled)
+
+    def put_back() -> None:
+        for variable, value in zip(kept, before, strict=True):
+            variable.assign(value)
+
+    tf.cond(count == 0, put_back, lambda: None)
+    return result, count
+
+
+def _as_json(value: Any) -> Any:
+    """Return a number, or list of numbers, or text; None of what is nothing such."""
+    if isinstance(value, str):
+        return value
+    if tf.is_tensor(value) and value.dtype == tf.bfloat16:
+        value = tf.cast(value, tf.float32)  # which NumPy does not know
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):
+        return None
+    if array.dtype.kind not in "fiub":
+        return None
+    return array.tolist()
+
+
+def _agreed(name: str, own: Any, found: list[dict[str, Any]]) -> Any:
+    """Return what all take for a value that each has told, or None."""
+    told = [each["logs"].get(name) for each in found]
+    if all(value == told[0] for value in told) and own is not None:
+        # Keras does not make a number of a tensor of bfloat16, for callbacks.
+        return float(told[0]) if isinstance(told[0], int | float) else own
+    rows = np.array([float(each["rows"]) for each in found])
+    counts = [
+        (value, n)
+        for value, n in zip(told, rows, strict=True)
+        if value is not None and not isinstance(value, str) and n > 0
+    ]
+    try:
+        values = np.array([value for value, _ in counts], np.float64)
+        mean = np.average(values, axis=0, weights=[n for _, n in counts])
+    except (TypeError, ValueError, ZeroDivisionError):
+        return next((value for value in told if value is not None), own)
+    return float(mean) if mean.ndim == 0 else mean

@@ -1,0 +1,144 @@
+"""What is done alike with tensors and with IndexedSlices, and what must hold of them.
+
+Pure functions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def mapped(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    """Apply a function to a tensor, or to the values of IndexedSlices.
+
+    Args:
+        fn: keeps the shape.
+        gradient: a tensor or IndexedSlices.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values = fn(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return fn(tf.convert_to_tensor(gradient))
+
+
+def scaled(gradient: Any, factor: Any) -> Any:
+    """Multiply by a number, in the gradient's own type."""
+    return mapped(lambda part: part * tf.cast(factor, part.dtype), gradient)
+
+
+def divided(gradient: Any, divisor: Any) -> Any:
+    """Divide by a number, in the gradient's own type."""
+    return mapped(lambda part: part / tf.cast(divisor, part.dtype), gradient)
+
+
+def zero_unless(wanted: tf.Tensor | None, gradient: Any) -> Any:
+    """Return zeros where a shape-[] bool is False; None stands for True."""
+    if wanted is None:
+        return gradient
+    return mapped(lambda part: tf.where(wanted, part, tf.zeros_like(part)), gradient)
+
+
+def shaped(gradient: Any, shape: tf.TensorShape) -> Any:
+    """Return a tensor of a shape that is known, where it was not; else the same."""
+    if not isinstance(gradient, tf.Tensor) or gradient.shape.is_fully_defined():
+        return gradient
+    return tf.ensure_shape(gradient, shape)
+
+
+def added_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Return IndexedSlices without repeated indices, with the same bits everywhere."""
+    # On GPUs the order of a sum, and so its last bits, are other ones every time.
+    with tf.device("CPU:0"):
+        unique, position = tf.unique(slices.indices)
+        found = tf.math.unsorted_segment_sum(slices.values, position, tf.size(unique))
+    return tf.IndexedSlices(found, unique, slices.dense_shape)
+
+
+def without_repetition(gradient: Any) -> Any:
+    """Return a tensor as it is, IndexedSlices added up."""
+    return added_up(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def copied(gradient: Any) -> Any:
+    """Return the same value in tensors of its own."""
+    return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+
+
+def forms(tensors: Sequence[Any]) -> list[str]:
+    """Return what every worker must have alike: types and shapes."""
+    return [f"{tf.as_dtype(t.dtype).name} {t.shape}" for t in tensors]
+
+
+def first_true(mask: tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """Return the place of the first True, int64; 0 where there is none.
+
+    GPUs have no kernel that finds it among integers.
+    """
+    return tf.argmax(tf.cast(mask, tf.float32), axis)
+
+
+def require(
+    ok: tf.Tensor, told: Callable[[], list[Any]], summarize: int | None = None
+) -> tf.Tensor:
+    """Raise InvalidArgumentError unless a shape-[] bool is True; return it.
+
+    Args:
+        ok: what must be.
+        told: returns what the error says, texts and tensors. In a graph it is made on
+            the host, and only where it is raised: GPUs know no texts.
+        summarize: how many elements of each tensor to show; -1 is all, None three.
+    """
+    if tf.executing_eagerly():
+        if not ok:
+            tf.debugging.Assert(ok, told(), summarize)
+        return ok
+
+    def refuse() -> tf.Tensor:
+        with tf.device("CPU:0"):
+            data = [tf.convert_to_tensor(part) for part in told()]
+            raised = tf.raw_ops.Assert(
+                condition=ok, data=data, summarize=summarize or 3
+            )
+            with tf.control_dependencies([raised]):
+                return tf.identity(ok)
+
+    return tf.cond(ok, lambda: tf.constant(True), refuse)
+
+
+def _parts(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+def first_nonfinite(
+    gradients: Sequence[Any],
+    others: Sequence[tf.Tensor] = (),
+    together: Sequence[Any] | None = None,
+) -> tf.Tensor:
+    """Find what is not finite.
+
+    Args:
+        gradients: tensors or IndexedSlices.
+        others: tensors that count as well, after these.
+        together: the gradients in fewer tensors, which take less time to look at.
+
+    Returns:
+        0, or the index + 1 of the first one that is not finite; shape [], int32.
+    """
+    parts = [*_parts(gradients), *others]
+    if not parts:
+        return tf.zeros([], tf.int32)
+
+    def search() -> tf.Tensor:
+        bad = tf.stack([tf.reduce_any(~tf.math.is_finite(part)) for part in parts])
+        return tf.where(tf.reduce_any(bad), tf.cast(first_true(bad), tf.int32) + 1, 0)
+
+    # One pass of reading; only what overflows is looked at more closely.
+    few = [*_parts(gradients if together is None else together), *others]
+    finite = tf.math.is_finite(half_square(few))
+    return tf.cond(finite, lambda: tf.zeros([], tf.int32), search)
+
+
+def half_square(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return half the sum of all squares, in float32, where it may overflow."""
+    return tf.add_n([tf.nn.l2_loss(tf.cast(part, tf.float32)) for part in tensors])
