@@ -177,7 +177,11 @@ def _tried(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def _step_of(optimizer: keras.optimizers.Optimizer, others: float) -> float:
     """Return where one element comes to in two steps, beside gradients of others."""
-    copy = type(optimizer).from_config(optimizer.get_config())
+    config = optimizer.get_config()
+    if config.get("gradient_accumulation_steps"):
+        # Of steps that are put together `iterations` is no variable.
+        config["gradient_accumulation_steps"] = None
+    copy = type(optimizer).from_config(config)
     start = np.arange(1, 65, dtype=np.float32).reshape(8, 8) / 64
     variable = keras.Variable(start, dtype="float32", name="kernel")
     copy.build([variable])

@@ -11,6 +11,8 @@ import itertools
 import linecache
 import sys
 import types
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import drawn_text as text
@@ -87,18 +89,42 @@ _THEN = ("again", "frozen", "evaluated", "predicted")
 
 @st.composite
 def scripts(draw: Any) -> dict[str, Any]:
-    """Draw a script that plain Keras runs: every other one with few things at once."""
-    simple = draw(st.booleans())
+    """Draw a script that plain Keras runs, which hypothesis makes as short as it can.
+
+    What is drawn depends on hypothesis, and on the modules that are loaded.
+    """
+
+    def sample(values: tuple[str, ...], most: int) -> list[str]:
+        return list(draw(st.sets(st.sampled_from(values), max_size=most)))
+
+    return _script(lambda values: draw(st.sampled_from(values)), sample)
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """Return one of the scripts that `scripts` may draw, the same for each number."""
+    random = Random(number)
+
+    def sample(values: tuple[str, ...], most: int) -> list[str]:
+        return random.sample(values, random.randint(0, most))
+
+    return _script(random.choice, sample)
+
+
+def _script(
+    choose: Callable[[tuple[Any, ...]], Any],
+    sample: Callable[[tuple[str, ...], int], list[str]],
+) -> dict[str, Any]:
+    """Choose all of a script: of every other one few things at once."""
+    simple = choose((False, True))
 
     def one(values: tuple[Any, ...]) -> Any:
-        return draw(st.sampled_from(values[:1] * len(values) * simple + values))
+        return choose(values[:1] * len(values) * simple + values)
 
     def some(values: Any) -> list[str]:
-        sets = st.sets(st.sampled_from(sorted(values)), max_size=1 if simple else 3)
-        return sorted(draw(sets))
+        return sorted(sample(tuple(sorted(values)), 1 if simple else 3))
 
     script = {key: one(values) for key, values in _CHOICES.items()}
-    script["seed"] = draw(st.integers(0, 999))
+    script["seed"] = choose(tuple(range(1000)))
     script["callbacks"], script["then"] = some(text.CALLBACKS), some(_THEN)
     chosen = {key: one(values) for key, values in _OPTIMIZERS.items()}
     if script["strategy"] == "averaging":

@@ -512,8 +512,12 @@ def _calls(script: dict[str, Any]) -> Iterator[str]:
         yield f"history = model.fit({source}, {again})"
     if "evaluated" in script["then"]:
         target = "" if script["model"] in WITHOUT_TARGETS else "y, "
-        yield 'found["evaluated"] = model.evaluate('
-        yield f"    x, {target}batch_size=7, verbose=0, return_dict=True"
+        yield 'found["evaluated"] = keras.tree.map_structure('
+        # A step of one's own gives tensors where Keras runs it eagerly.
+        yield "    float,"
+        yield "    model.evaluate("
+        yield f"        x, {target}batch_size=7, verbose=0, return_dict=True"
+        yield "    ),"
         yield ")"
     if "predicted" in script["then"]:
         yield "predicted = model.predict(x, batch_size=7, verbose=0)"

@@ -24,7 +24,7 @@ import numpy as np
 import pool
 import pytest
 from absl.testing import parameterized
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 
 FEW = 40
 _SOURCE = 600  # draws of which the few are taken
@@ -214,26 +214,6 @@ def _arrays(h5: Any) -> Iterable[tuple[str, Any]]:
     return found.items()
 
 
-def draws(count: int) -> list[dict[str, Any]]:
-    """Return different draws, always the same."""
-    found: dict[str, dict[str, Any]] = {}
-
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(drawn.scripts())
-    def collect(script: dict[str, Any]) -> None:
-        found[json.dumps(script)] = script
-
-    collect()
-    return list(found.values())
-
-
 def pairs(script: dict[str, Any]) -> set[tuple[str, str]]:
     """Return all pairs of choices that a script holds."""
     chosen = []
@@ -248,7 +228,7 @@ def pairs(script: dict[str, Any]) -> set[tuple[str, str]]:
 
 def few(count: int) -> list[dict[str, Any]]:
     """Return those draws that together hold the most pairs of choices."""
-    rest = [(script, pairs(script)) for script in draws(_SOURCE)]
+    rest = [(script, pairs(script)) for script in map(drawn.numbered, range(_SOURCE))]
     taken: list[dict[str, Any]] = []
     seen: set[tuple[str, str]] = set()
     while len(taken) < count:

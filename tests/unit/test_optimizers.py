@@ -97,7 +97,11 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
     def test_what_works_element_by_element(self, name: str) -> None:
         skip_what_fails_alone(name)
         schedule = keras.optimizers.schedules.CosineDecay(0.0, 10, warmup_steps=5)
-        for settings in ({}, {"learning_rate": schedule, "global_clipnorm": 1.0}):
+        for settings in (
+            {},
+            {"learning_rate": schedule, "global_clipnorm": 1.0},
+            {"gradient_accumulation_steps": 3},
+        ):
             found = optimizers.is_elementwise(optimizer_of(name, **settings))
             self.assertEqual(found, name in ELEMENTWISE)
 

@@ -107,6 +107,10 @@ with tf_dgc.DenseStrategy().scope():
 
 
 class SettingsTest(tf.test.TestCase):
+    def test_a_strategy_that_there_is_not_is_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "must be one of.*--strategy downpour"):
+            settings.Settings("downpour", {})
+
     def test_the_command_line_counts_more_than_the_file(self) -> None:
         path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "c.json"
         path.write_text(json.dumps({"sparsity": 0.9, "warmup_steps": 7}))
