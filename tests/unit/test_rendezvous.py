@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from unittest import mock
 
 import tensorflow as tf
 
-from tf_dgc.transports import rendezvous
+from tf_dgc import _host
+from tf_dgc.transports import collective, rendezvous
 from tf_dgc.transports.rendezvous import NoHybridTransport
 
 
@@ -284,6 +286,48 @@ class UnreachableTest(tf.test.TestCase):
             self.assertEqual(rendezvous.unreachable(addresses, 0), [2])
             self.assertEqual(rendezvous.unreachable(addresses, 1), [0, 2])
             self.assertEqual(rendezvous.unreachable(addresses[1:2], 0), [])
+
+
+class LeavingTest(tf.test.TestCase):
+    """Rank 0 of two workers, which is done."""
+
+    def waits(self, address: str, done_after: int, timeout: float = 100.0) -> int:
+        """Return how often it looks for the other, and check that it leaves then."""
+        own = mock.Mock(
+            rank=0, size=2, timeout=timeout, addresses=["127.0.0.1:1", address]
+        )
+        own._wait_for = lambda *args: collective.CollectiveTransport._wait_for(
+            own, *args
+        )
+        asked: list[str] = []
+
+        def wait_for_key(key: str, seconds: float) -> str:
+            asked.append(key)
+            self.assertBetween(seconds, 0.0, 10.0)
+            if len(asked) <= done_after:
+                raise tf.errors.DeadlineExceededError(None, None, key)
+            return "1"
+
+        with (
+            mock.patch.object(sys, "last_value", None, create=True),
+            mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
+            mock.patch.object(_host.tensorflow, "publish") as publish,
+        ):
+            collective.CollectiveTransport._leave(own)
+        self.assertEqual({*asked}, {"tf_dgc/seen/1"} if asked else set())
+        told = [call.args[0] for call in publish.call_args_list]
+        self.assertEqual(told, ["tf_dgc/done/0", "tf_dgc/seen/0"])
+        return len(asked)
+
+    def test_a_worker_that_is_done_waits_for_one_that_works_on(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as present:
+            address = f"127.0.0.1:{present.getsockname()[1]}"
+            self.assertEqual(self.waits(address, done_after=20), 21)
+
+    def test_it_waits_for_none_that_is_gone_and_not_for_ever(self) -> None:
+        gone = f"127.0.0.1:{free_port()}"
+        self.assertEqual(self.waits(gone, done_after=20), 1)
+        self.assertEqual(self.waits(gone, done_after=20, timeout=0.0), 0)
 
 
 class Store(http.server.BaseHTTPRequestHandler):

@@ -25,8 +25,8 @@ _logger = logging.getLogger("tf_dgc")
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
-# A result is there before all others have fetched theirs from this worker.
-_LEAVE_SECONDS = 10.0
+# How often a worker that waits for others to be done looks whether they are there.
+_LOOK_SECONDS = 2.0
 # What ends all workers alike, each shall tell in its own words before it hears others.
 _TELL_SECONDS = 1.0
 _TOLD_CHARACTERS = 1_000
@@ -159,20 +159,31 @@ class CollectiveTransport(base.Transport):
         return result
 
     def _leave(self) -> None:
-        """Stay a while for those who still fetch something; if this failed, tell."""
+        """Stay for those who still fetch something or do not end; if this failed, tell.
+
+        TensorFlow takes workers that leave before others for crashed, and says so.
+        """
         if (error := getattr(sys, "last_value", None)) is not None:
             self._tell(error)
             return
-        deadline = time.monotonic() + _LEAVE_SECONDS
+        deadline = time.monotonic() + self.timeout
         with contextlib.suppress(tf.errors.OpError):
             _host.tensorflow.publish(f"tf_dgc/done/{self.rank}")
             # Rank 0 has the service, and leaves after those who look into it.
             what, first = ("done", 0) if self.rank else ("seen", 1)
             for peer in range(first, self.size):
-                _host.tensorflow.wait_for_key(
-                    f"tf_dgc/{what}/{peer}", deadline - time.monotonic()
-                )
+                self._wait_for(f"tf_dgc/{what}/{peer}", peer, deadline)
             _host.tensorflow.publish(f"tf_dgc/seen/{self.rank}")
+
+    def _wait_for(self, key: str, peer: int, deadline: float) -> None:
+        """Wait until another worker has published a key, while that is there."""
+        while (seconds := deadline - time.monotonic()) > 0:
+            try:
+                _host.tensorflow.wait_for_key(key, min(seconds, _LOOK_SECONDS))
+                return
+            except tf.errors.DeadlineExceededError:
+                if peer in rendezvous.unreachable(self.addresses, self.rank):
+                    return
 
     def _tell(self, error: BaseException) -> None:
         """Tell the user who is missing, and the others what this worker died of."""
