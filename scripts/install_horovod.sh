@@ -6,7 +6,8 @@
 # Leaves a Horovod alone that already fits. Takes about three minutes on two
 # cores; needs a C++17 compiler and make. Set HOROVOD_GPU_OPERATIONS=NCCL (and
 # HOROVOD_NCCL_HOME) for GPUs, which needs the CUDA toolkit and NCCL's headers; one
-# without NCCL is then built again. Other Horovod build variables pass through too.
+# without NCCL is then built again. HOROVOD_CPU_OPERATIONS=MPI likewise builds one for
+# mpirun, which needs MPI's headers. Other Horovod build variables pass through too.
 # Exit status: 0 Horovod is there, 3 build tools are missing, else it failed.
 set -euo pipefail
 
@@ -34,6 +35,8 @@ if json.loads(metadata.read_text())["tensorflow"] != tf.__version__:
     sys.exit(1)
 import horovod.tensorflow as hvd
 
+if os.environ.get("HOROVOD_CPU_OPERATIONS") == "MPI" and not hvd.mpi_built():
+    sys.exit(1)
 wants_nccl = os.environ.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
 sys.exit(wants_nccl and not hvd.nccl_built())
 EOF

@@ -1,7 +1,8 @@
-"""Workers that schedulers start find each other: real processes, and a real srun."""
+"""Workers that schedulers start find each other; also a real srun and mpirun."""
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,12 @@ def outcomes(output: str) -> list[dict[str, Any]]:
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 class SchedulersTest(unittest.TestCase):
-    def assert_trained_together(self, found: list[dict[str, Any]]) -> None:
+    def assert_trained_together(
+        self, found: list[dict[str, Any]], transport: str = "collective"
+    ) -> None:
         self.assertEqual([each["rank"] for each in found], [0, 1])
         for each in found:
-            self.assertEqual((each["workers"], each["transport"]), (2, "collective"))
+            self.assertEqual((each["workers"], each["transport"]), (2, transport))
         self.assertEqual(found[0]["crc"], found[1]["crc"])
 
     def run_each(self, start: Start, *environments: dict[str, str]) -> None:
@@ -111,6 +114,26 @@ class SchedulersTest(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 0, done.stderr[-4000:])
         self.assert_trained_together(outcomes(done.stdout))
+
+    @pytest.mark.slow
+    def test_a_real_mpirun_with_a_horovod_that_has_mpi(self) -> None:
+        if not shutil.which("mpirun"):
+            self.skipTest("mpirun is not installed (package openmpi-bin)")
+        has_mpi = "import horovod.tensorflow as h; raise SystemExit(not h.mpi_built())"
+        if subprocess.run([sys.executable, "-c", has_mpi]).returncode:
+            self.skipTest("HOROVOD_CPU_OPERATIONS=MPI scripts/install_horovod.sh")
+        mpirun = "mpirun -np 2 --oversubscribe --allow-run-as-root".split()
+        mpirun += "--mca btl_tcp_if_include lo".split()
+        done = subprocess.run(
+            [*mpirun, sys.executable, SCRIPT],
+            env=launch.worker_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+        self.assert_trained_together(outcomes(done.stdout), "horovod")
 
 
 if __name__ == "__main__":
