@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.config import AveragingConfig
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.strategies import backups, positions, remembered
@@ -146,8 +145,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             save_freq: number of steps between backups within an epoch, at least 1; with
                 `steps_per_execution`, at the end of the execution.
             save_seconds: seconds between them, by the clock of the chief, which tells
-                the others every ten steps. Neither of the two with
-                `ParameterAveragingStrategy`, within whose periods workers differ.
+                the others every ten steps.
 
         Raises:
             ValueError: `backup_dir` is empty, both intervals are given, or one is out
@@ -213,13 +211,6 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def _prepare(self, strategy: BaseStrategy) -> None:
         """Agree on a number of this run."""
-        if isinstance(strategy.config, AveragingConfig):
-            raise ValueError(
-                "`save_freq` and `save_seconds` must be None where parameters are "
-                "averaged: backups are made at the ends of epochs, where workers "
-                f"agree. Received: save_freq={self.save_freq!r}, "
-                f"save_seconds={self.save_seconds!r}"
-            )
         own = tf.constant([secrets.randbelow(2**31)], tf.int64)
         self._run = int(strategy.transport.broadcast([own], "run")[0][0])
         self._writer = backups.Writer(self.backup_dir, strategy.rank, _KEPT)

@@ -97,7 +97,9 @@ class Variables:
 
 
 def _own(variable: Any) -> Any:
-    return _host.distribute.local_component(variable.value)
+    """Return this worker's: what a metric counts in is summed where it is read."""
+    value = variable.value
+    return (_host.distribute.components_of(value) or (value,))[0]
 
 
 class Copy(NamedTuple):
