@@ -16,7 +16,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import collective, rendezvous
+from tf_dgc.transports import collective, rendezvous, watchdog
 from tf_dgc.transports.rendezvous import NoHybridTransport
 
 
@@ -328,6 +328,30 @@ class LeavingTest(tf.test.TestCase):
         gone = f"127.0.0.1:{free_port()}"
         self.assertEqual(self.waits(gone, done_after=20), 1)
         self.assertEqual(self.waits(gone, done_after=20, timeout=0.0), 0)
+
+    def test_waiting_for_one_that_has_been_done_for_long_is_in_vain(self) -> None:
+        own = mock.Mock(rank=0, size=2, _places={}, _waits=-1, _done_since={})
+        own._done = lambda: collective.CollectiveTransport._done(own)
+        own._turnstile.place = None  # within a step
+        own._turnstile.calls.numpy.return_value = 7
+
+        def wait_for_key(key: str, seconds: float) -> str:
+            if key == "tf_dgc/done/1":
+                return "1"
+            raise tf.errors.DeadlineExceededError(None, None, key)
+
+        with (
+            mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
+            mock.patch.object(_host.tensorflow, "publish"),
+            mock.patch.object(collective.time, "monotonic") as clock,
+        ):
+            for now, expected in ((0.0, False), (9.0, False), (11.0, True)):
+                clock.return_value = now
+                found = collective.CollectiveTransport._in_vain(own, 7)
+                self.assertEqual(found, expected)
+        told = watchdog.complaint(0, 5.0, own._places)
+        self.assertIn("vain", told)
+        self.assertIn("worker 1 in no more, as its script has ended", told)
 
 
 class Store(http.server.BaseHTTPRequestHandler):

@@ -19,12 +19,14 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.transports import base, rendezvous
 from tf_dgc.transports.turnstile import Turnstile
-from tf_dgc.transports.watchdog import STEP, Watchdog, complaint
+from tf_dgc.transports.watchdog import DONE, STEP, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
+# A result is there before all others have fetched theirs from this worker.
+_LEAVE_SECONDS = 10.0
 # How often a worker that waits for others to be done looks whether they are there.
 _LOOK_SECONDS = 2.0
 # What ends all workers alike, each shall tell in its own words before it hears others.
@@ -127,6 +129,7 @@ class CollectiveTransport(base.Transport):
         self.addresses = list(addresses)
         self._places: dict[int, str] = {}  # where workers wait, and in which call
         self._waits = -1
+        self._done_since: dict[int, float] = {}
         Watchdog(self._turnstile.calls, self.timeout, self._abort, self._in_vain)
         atexit.register(self._leave)
 
@@ -228,8 +231,19 @@ class CollectiveTransport(base.Transport):
                 self._places[peer] = _host.tensorflow.wait_for_key(
                     f"{key}/{peer}", 0.001
                 )
-        elsewhere = len(set(self._places.values()) - {STEP}) > 1
+        self._places |= dict.fromkeys(self._done(), DONE)
+        places = {*self._places.values()}
+        elsewhere = DONE in places or len(places - {STEP}) > 1
         return elsewhere and int(self._turnstile.calls.numpy()) == calls
+
+    def _done(self) -> list[int]:
+        """Return the workers that have been done for longer than a message takes."""
+        for peer in set(range(self.size)) - {self.rank} - self._done_since.keys():
+            with contextlib.suppress(tf.errors.OpError):
+                _host.tensorflow.wait_for_key(f"tf_dgc/done/{peer}", 0.001)
+                self._done_since[peer] = time.monotonic()
+        late = time.monotonic() - _LEAVE_SECONDS
+        return [peer for peer, since in self._done_since.items() if since < late]
 
     def _reduce(self, vector: tf.Tensor, name: str) -> tf.Tensor:
         with self._turnstile.entered(vector, name) as leave:

@@ -92,12 +92,14 @@ def _main_thread() -> tuple[Any, int]:
 
 
 STEP = "a step"  # in the place of names of collectives, where these are in a graph
+DONE = "no more, as its script has ended"
 _PLACES = {
     "agree.digest": "the comparing of what must be equal, as data or variables",
     "barrier": "a barrier, or behind a callback that writes",
     "metric": "the reading of a metric",
     "variable": "the making of a variable",
     STEP: STEP,
+    DONE: DONE,
 }
 
 
