@@ -3,10 +3,10 @@
     python -m tf_dgc.lab.placement            # all steps
     python -m tf_dgc.lab.placement dense dgc  # some
 
-Steps of each strategy are traced as one of two workers with a GPU would, over
-TensorFlow's collectives; nothing of them runs. Every operation must have a GPU kernel
-that leaves tensors of the size of a message or more where they are. What XLA compiles
-is lowered for GPUs, and must change variables in place.
+Steps of each strategy, and of Horovod's front end, are traced as one of several workers
+with a GPU would, over TensorFlow's collectives; nothing of them runs. Every operation
+must have a GPU kernel that leaves tensors of the size of a message or more where they
+are. What XLA compiles is lowered for GPUs, and must change variables in place.
 """
 
 import argparse
@@ -20,6 +20,8 @@ import tensorflow as tf
 
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import inplace
+from tf_dgc.horovod.optimizer import DistributedOptimizer
+from tf_dgc.horovod.tape import DistributedGradientTape
 from tf_dgc.lab.kernels import Audit, Place, audit
 from tf_dgc.strategies import (
     BaseStrategy,
@@ -28,6 +30,7 @@ from tf_dgc.strategies import (
     ParameterAveragingStrategy,
 )
 from tf_dgc.transports import base
+from tf_dgc.transports.mesh import HierarchicalTransport
 
 GPU = "/device:GPU:0"
 # Elements. Headers, figures and flags have fewer, messages of these models more.
@@ -90,32 +93,77 @@ class Wire(base.Transport):
         return {**keys, "ordering_token": []}
 
 
-class Step(NamedTuple):
-    """A training step: by which strategy, with which optimizer."""
+class Nodes(HierarchicalTransport):
+    """Two nodes of two such workers each, seen by the first of them."""
 
-    strategy: Callable[[base.Transport], BaseStrategy]
+    def __init__(self, wire: Wire) -> None:
+        """Let all that a worker may do be done over the same wire."""
+        self.everybody = self._within = self._between = wire  # type: ignore[assignment]
+        self.rank, self.size, self.device = wire.rank, wire.size, wire.device
+        with tf.device(self.device):
+            self._zero = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+
+
+Run = Callable[[tf.Tensor, tf.Tensor], Any]
+
+
+class Step(NamedTuple):
+    """A training step: of which front end, with which optimizer."""
+
+    # Makes what trains a model: make(wire, build) -> the step.
+    make: Callable[[Wire, Callable[[], keras.Model]], Run]
     optimizer: Callable[[], keras.optimizers.Optimizer]
     embedding: bool = False  # whether gradients are those of rows
 
 
-def _dgc(**settings: Any) -> Callable[[base.Transport], BaseStrategy]:
+def _by(strategy_on: Callable[[Wire], BaseStrategy]) -> Callable[..., Run]:
+    def make(wire: Wire, build: Callable[[], keras.Model]) -> Run:
+        strategy = strategy_on(wire)
+        with strategy.scope():
+            model = build()
+        return lambda x, y: strategy.run(model.train_step, ((x, y),))
+
+    return make
+
+
+def _by_optimizer(wire: Wire, build: Callable[[], keras.Model]) -> Run:
+    model = build()
+    DistributedOptimizer(model.optimizer, _COMPRESSION, over=wire)
+    return lambda x, y: model.train_step((x, y))
+
+
+def _by_tape(wire: base.Transport, build: Callable[[], keras.Model]) -> Run:
+    model = build()
+
+    def run(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        tape = DistributedGradientTape(tape, _COMPRESSION, over=wire)
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+
+    return run
+
+
+def _dgc(**settings: Any) -> Callable[..., Run]:
     wanted = {"sparsity": 0.99, "min_elements": 1, "warmup_steps": 0}
     config = DGCConfig(**(wanted | settings))
-    return lambda wire: DGCStrategy(config, transport=wire)
+    return _by(lambda wire: DGCStrategy(config, transport=wire))
 
 
-def _averaging(**settings: Any) -> Callable[[base.Transport], BaseStrategy]:
+def _averaging(**settings: Any) -> Callable[..., Run]:
     config = AveragingConfig(**({"period": 4} | settings))
-    return lambda wire: ParameterAveragingStrategy(config, transport=wire)
+    return _by(lambda wire: ParameterAveragingStrategy(config, transport=wire))
 
 
 _COMPRESSION = DGCConfig(sparsity=0.99, min_elements=1, warmup_steps=0)
 _sgd = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
 _adam = keras.optimizers.Adam
+_dense = _by(lambda wire: DenseStrategy(transport=wire))
 
 STEPS: Mapping[str, Step] = {
-    "dense": Step(lambda wire: DenseStrategy(transport=wire), _adam),
-    "dense_embedding": Step(lambda wire: DenseStrategy(transport=wire), _sgd, True),
+    "dense": Step(_dense, _adam),
+    "dense_embedding": Step(_dense, _sgd, True),
     "dgc": Step(_dgc(clip_norm=1.0), _sgd),
     "dgc_nesterov": Step(
         _dgc(momentum_masking=False), functools.partial(_sgd, nesterov=True)
@@ -134,13 +182,16 @@ STEPS: Mapping[str, Step] = {
         _averaging(outer_optimizer=functools.partial(_sgd, nesterov=True)), _adam
     ),
     "averaging_compressed": Step(_averaging(compression=_COMPRESSION), _adam),
+    "horovod": Step(_by_optimizer, _sgd),
+    "horovod_tape": Step(_by_tape, _adam),
+    "horovod_nodes": Step(lambda wire, build: _by_tape(Nodes(wire), build), _sgd),
 }
 
 
 def trace(step: Step) -> Any:
     """Return a training step of a small model as a concrete function, not run."""
-    strategy = step.strategy(Wire())
-    with strategy.scope():
+
+    def build() -> keras.Model:
         layers: list[Any] = [keras.Input((_INPUTS,)), keras.layers.Dense(256, "relu")]
         if step.embedding:
             layers = [keras.Input((8,)), keras.layers.Embedding(_WORDS, 32)]
@@ -148,12 +199,15 @@ def trace(step: Step) -> Any:
         model = keras.Sequential([*layers, keras.layers.Dense(10)])
         model.compile(step.optimizer(), "mse", jit_compile=False)
         model.optimizer.build(model.trainable_variables)
+        return model
+
+    own = step.make(Wire(), build)
     columns, dtype = (8, tf.int64) if step.embedding else (_INPUTS, tf.float32)
 
     @tf.function(autograph=False)
     def run(x: tf.Tensor, y: tf.Tensor) -> Any:
         with tf.device(GPU):
-            return strategy.run(model.train_step, ((x, y),))
+            return own(x, y)
 
     specs = [tf.TensorSpec([_ROWS, columns], dtype), tf.TensorSpec([_ROWS, 10])]
     return run.get_concrete_function(*specs)

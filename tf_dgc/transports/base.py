@@ -219,14 +219,22 @@ def fuse(
         joined = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
         total = reduce(joined)
         total.set_shape(joined.shape)
-        parts = (
-            [total] if len(flat) == 1 else tf.split(total, [tf.size(f) for f in flat])
-        )
+        parts = [total] if len(flat) == 1 else _split(total, flat)
         for i, part in zip(indices, parts, strict=True):
             restored = tf.reshape(carriers[i][1](part), tf.shape(tensors[i]))
             restored.set_shape(tensors[i].shape)
             results[i] = restored
     return results
+
+
+def _split(total: tf.Tensor, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the parts of a vector that are as long as others."""
+    sizes = [tf.size(part) for part in flat]
+    if total.dtype != tf.int64:  # which has no such kernel on GPUs
+        return list(tf.split(total, sizes))
+    ends = tf.cumsum(sizes)
+    starts = ends - sizes
+    return [total[starts[i] : ends[i]] for i in range(len(sizes))]
 
 
 def _carrier(
@@ -254,12 +262,15 @@ def unmoved(
 
 
 def to_words(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the bytes of a tensor of static shape, padded, as a vector of int32."""
+    """Return the bytes of a tensor of static shape, padded, as a vector of int64.
+
+    Which stays on a GPU: TensorFlow computes with int32 on the host.
+    """
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.uint8)
     octets = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
-    octets = tf.pad(octets, [[0, -octets.shape[0] % 4]])
-    return tf.bitcast(tf.reshape(octets, [-1, 4]), tf.int32)
+    octets = tf.pad(octets, [[0, -octets.shape[0] % 8]])
+    return tf.bitcast(tf.reshape(octets, [-1, 8]), tf.int64)
 
 
 def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
@@ -267,9 +278,8 @@ def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     dtype = tf.uint8 if like.dtype == tf.bool else like.dtype
     count = like.shape.num_elements() * dtype.size
     octets = tf.reshape(tf.bitcast(words, tf.uint8), [-1])[:count]
-    if dtype.size > 1:
-        octets = tf.reshape(octets, [-1, dtype.size])
-    return tf.cast(tf.reshape(tf.bitcast(octets, dtype), like.shape), like.dtype)
+    form = [*like.shape, dtype.size] if dtype.size > 1 else like.shape
+    return tf.cast(tf.bitcast(tf.reshape(octets, form), dtype), like.dtype)
 
 
 def claim_gpu(local_rank: int, local_size: int) -> None:

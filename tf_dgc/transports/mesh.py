@@ -93,7 +93,8 @@ class HierarchicalTransport(base.Transport):
         first = everybody.rank in firsts
         self._between = everybody.within(among[-1]) if first else None
         with tf.init_scope(), tf.device(self.device):
-            self._zero = tf.Variable(0, trainable=False, name="tf_dgc_zero")
+            zero = tf.zeros([], tf.int64)
+            self._zero = tf.Variable(zero, trainable=False, name="tf_dgc_zero")
 
     def reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum tensors over the workers of this node; see `all_reduce`."""
@@ -122,7 +123,7 @@ class HierarchicalTransport(base.Transport):
         whose result nobody uses is left out of a graph, while others wait for it.
         """
         words = [base.to_words(tensor) for tensor in tensors]
-        first = tf.cast(self._between is not None, tf.int32)
+        first = tf.cast(self._between is not None, tf.int64)
         share = first + self._zero.read_value()
         summed = self._within.all_reduce(
             [share * word for word in words], f"{name}.node"
