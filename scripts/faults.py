@@ -285,7 +285,9 @@ class _Job:
         time.sleep(2 * _POLL_SECONDS)
         problems += [f"left: {left}" for left in self._left()]
         self.end()
-        if not all(self._expected_codes()):
+        # Terminated itself, horovodrun returns 0 now and then.
+        own = case.kind == "terminate" and case.way in ("horovod", "hybrid")
+        if not own and not all(self._expected_codes()):
             problems.append(f"exit status {self._codes()}")
         said = self._said()
         if case.kind not in SIGNALS and not said:
