@@ -16,7 +16,7 @@ from tf_dgc import _host
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep
 from tf_dgc.exchanges.compressed import Workers
-from tf_dgc.strategies import data
+from tf_dgc.strategies import slicing
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.share import run_with_a_row
 from tf_dgc.transports.base import Transport, default_device
@@ -193,10 +193,10 @@ class SimulatedStrategy(BaseStrategy):
         optimizer = model.optimizer
         _refuse(optimizer)
         variables: list[Any] = []
-        whole, step = data.row_count(args), super().run
+        whole, step = slicing.row_count(args), super().run
 
         def worker(rank: Any) -> tuple[Any, list[tf.Tensor]]:
-            shares = (data.rows_of(args[0], args, rank, self._workers),)
+            shares = (slicing.rows_of(args[0], args, rank, self._workers),)
             with _captured(optimizer) as applied:
                 logs, rows = run_with_a_row(
                     model, shares, lambda filled: step(fn, filled, kwargs, options)

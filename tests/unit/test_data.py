@@ -16,7 +16,7 @@ from keras.src.trainers.data_adapters import (
 )
 
 import tf_dgc
-from tf_dgc.strategies import data, extended
+from tf_dgc.strategies import data, extended, slicing
 
 Policy = tf.data.experimental.AutoShardPolicy
 
@@ -60,7 +60,7 @@ class RowTest(tf.test.TestCase):
             (tf.sparse.from_dense(tf.zeros([0, 3])), tf.zeros([0])),
             (tf.constant([], tf.string), tf.zeros([0, 1])),
         ):
-            found, count = data.at_least_one_row(empty)
+            found, count = slicing.at_least_one_row(empty)
             self.assertEqual(int(count), 0)
             for one, two in zip(
                 tf.nest.flatten(found), tf.nest.flatten(empty), strict=True
@@ -73,7 +73,7 @@ class RowTest(tf.test.TestCase):
 
     def test_what_has_rows_keeps_them(self) -> None:
         rows = tf.reshape(tf.range(6), [2, 3])
-        (found, _), count = data.at_least_one_row((rows, None))
+        (found, _), count = slicing.at_least_one_row((rows, None))
         self.assertEqual(int(count), 2)
         self.assertAllEqual(found, rows)
 

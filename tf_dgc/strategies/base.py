@@ -20,7 +20,7 @@ from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import data, files
+from tf_dgc.strategies import files, slicing
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.share import Share
@@ -262,7 +262,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if alone or getattr(fn, "__name__", "") != "one_step_on_data":
             return super().run(fn, args, kwargs, options)
         # Model.predict: each worker has the rows of its own share, maybe none.
-        args, count = data.at_least_one_row(args)
+        args, count = slicing.at_least_one_row(args)
         outputs = super().run(fn, args, kwargs, options)
         return tf.nest.map_structure(
             lambda rows: self._transport.all_gather_ragged(rows[:count], "predict"),

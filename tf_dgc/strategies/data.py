@@ -5,12 +5,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc.strategies import provenance
+from tf_dgc.strategies import provenance, split
+from tf_dgc.strategies.slicing import is_nothing, rows_of
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import require
 
 _Policy = tf.data.experimental.AutoShardPolicy
-_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+# All workers read the same.
+_ALIKE = (_Policy.AUTO, _Policy.DATA)
 
 
 class FirstTargets:
@@ -40,26 +42,21 @@ class FirstTargets:
             )
             self.compared = tf.Variable(False, trainable=False, synchronization=own)
 
-    def of(self, dataset: tf.data.Dataset) -> Callable[[tuple[Any, ...]], None]:
+    def begin(self) -> Callable[[list[tf.Tensor]], None]:
         """Begin anew, with a dataset.
 
         Returns:
-            What looks at its batches: (inputs, targets, ...), or without targets.
+            What looks at tensors of its batches.
         """
-        random = tf.nest.pack_sequence_as(
-            dataset.element_spec, provenance.random_parts(dataset)
-        )
         self._count += 1
         number = self._count
         self._current.assign(number)
         self.mark.assign(0)
         self.compared.assign(False)
 
-        def take(element: tuple[Any, ...]) -> None:
-            if len(element) > 1:
-                # An iterator of another dataset may still read ahead.
-                new = (self._current == number) & (self.mark == 0)
-                self._take(new, _known(element[1], random[1]))
+        def take(parts: list[tf.Tensor]) -> None:
+            # An iterator of another dataset may still read ahead.
+            self._take((self._current == number) & (self.mark == 0), parts)
 
         return take
 
@@ -99,7 +96,7 @@ class FirstTargets:
 def _known(targets: Any, random: Any) -> list[tf.Tensor]:
     """Return the tensors of targets that are there and do not depend on chance."""
     pairs = zip(tf.nest.flatten(targets), tf.nest.flatten(random), strict=True)
-    known = [part for part, drawn in pairs if not (drawn or _is_nothing(part))]
+    known = [part for part, drawn in pairs if not (drawn or is_nothing(part))]
     return list(tf.nest.flatten(known, expand_composites=True))
 
 
@@ -135,148 +132,47 @@ def share_of(
                 "`dataset.batch(global_batch_size)`. Received: elements "
                 f"{dataset.element_spec}"
             )
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy in (_Policy.FILE, _Policy.HINT):
-        raise ValueError(
-            "`auto_shard_policy` must be AUTO, DATA or OFF. Received: "
-            f"{_Policy(policy).name}. "
-            "To read different files on each worker, shard the list of files yourself, "
-            "`files.shard(strategy.num_replicas_in_sync, strategy.rank)`, and set OFF."
-        )
-
-    spec = dataset.element_spec
-    alike = policy != _Policy.OFF
-    take = first.of(dataset) if first is not None and alike else None
-
-    def own_rows(*element: Any) -> Any:
-        if take is not None:
-            take(element)
-        return rows_of(spec, element, rank, size)
-
-    def all_rows(*element: Any) -> tf.data.Dataset:
-        ranks = tf.data.Dataset.range(size)
-        return ranks.map(lambda r: rows_of(spec, element, r, size))
-
-    share = dataset.map(own_rows) if alike else dataset.flat_map(all_rows)
+    policy = _policy_of(dataset)
+    note = first.begin() if first is not None and policy in _ALIKE else None
+    if policy in _ALIKE:
+        share = split.share_of(dataset, rank, size, note)
+        if share is None:
+            share = _own_rows(dataset, rank, size, note)
+    else:
+        share = _all_rows(dataset, size)
     # Where Keras reads by threads of its own, what is read ahead is lost to an epoch.
     reads_ahead = dataset.options().autotune.enabled is not False
     return share.prefetch(1) if reads_ahead else share
 
 
-def rows_of(spec: Any, element: tuple[Any, ...], rank: Any, size: int) -> Any:
-    """Return one worker's rows of a global batch, in the structure of `spec`.
-
-    Args:
-        spec: any structure of `element`'s parts.
-        element: of tensors, None among them.
-        rank: an integer, or a tensor of shape [] and any integer type.
-        size: N.
-    """
-    flat = tf.nest.flatten(element)
-    count = tf.cast(
-        next(_row_count(part) for part in flat if not _is_nothing(part)), "int64"
-    )
-    rank = tf.cast(rank, count.dtype)
-    each, more = count // size, count % size
-    start = rank * each + tf.minimum(rank, more)
-    stop = start + each + tf.cast(rank < more, count.dtype)
-    rows = [_slice(part, start, stop, size) for part in flat]
-    return tf.nest.pack_sequence_as(spec, rows)
+def _policy_of(dataset: tf.data.Dataset) -> Any:
+    return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def row_count(structure: Any) -> Any:
-    """Return how many rows the tensors of a structure have.
+def _own_rows(
+    dataset: tf.data.Dataset,
+    rank: int,
+    size: int,
+    note: Callable[[list[tf.Tensor]], None] | None,
+) -> tf.data.Dataset:
+    """Take rows of whole batches."""
+    spec = dataset.element_spec
+    random = tf.nest.pack_sequence_as(spec, provenance.random_parts(dataset))
 
-    Returns:
-        An integer where that is known of tensors of a graph, a tensor of shape [] where
-        it is not; None where they have no rows, or not as many.
-    """
-    flat = [part for part in tf.nest.flatten(structure) if isinstance(part, _TENSORS)]
-    if not flat or any(part.shape.rank in (None, 0) for part in flat):
-        return None
-    known = {part.shape[0] for part in flat} - {None}
-    if len(known) > 1:
-        return None
-    return known.pop() if known else tf.cast(_row_count(flat[0]), tf.int32)
+    def own_rows(*element: Any) -> Any:
+        if note is not None and len(element) > 1:
+            note(_known(element[1], random[1]))
+        return rows_of(spec, element, rank, size)
 
-
-def at_least_one_row(structure: Any) -> tuple[Any, tf.Tensor]:
-    """Add a row of zeros to what has none, as some layers refuse that.
-
-    Args:
-        structure: tensors with rows along the first axis, ragged and sparse ones too,
-            and anything that is no tensor.
-
-    Returns:
-        The structure, and how many rows it had: shape [], int32.
-    """
-    flat = tf.nest.flatten(structure)
-    first = next(part for part in flat if isinstance(part, _TENSORS))
-    count = tf.cast(_row_count(first), tf.int32)
-    filled = [
-        _filled(part, count == 0) if isinstance(part, _TENSORS) else part
-        for part in flat
-    ]
-    return tf.nest.pack_sequence_as(structure, filled), count
+    return dataset.map(own_rows)
 
 
-def _filled(part: Any, empty: tf.Tensor) -> Any:
-    """Return a tensor with a row of zeros more, where it is empty."""
-    if isinstance(part, tf.SparseTensor):
-        shape = part.dense_shape
-        more = tf.cast(empty, shape.dtype)
-        shape = tf.concat([shape[:1] + more, shape[1:]], axis=0)
-        return tf.SparseTensor(part.indices, part.values, shape)
-    if isinstance(part, tf.RaggedTensor):
-        inner = part.flat_values.shape[1:]
-        row = tf.zeros([1] * (1 + part.ragged_rank) + inner, part.dtype)
-        more = tf.RaggedTensor.from_tensor(
-            row, ragged_rank=part.ragged_rank, row_splits_dtype=part.row_splits.dtype
-        )
-        return tf.concat([part, more[: tf.cast(empty, tf.int32)]], axis=0)
+def _all_rows(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Use up each batch in N steps."""
+    spec = dataset.element_spec
 
-    def with_row() -> tf.Tensor:
-        row = tf.zeros(tf.concat([[1], tf.shape(part)[1:]], axis=0), part.dtype)
-        return tf.concat([part, row], axis=0)
+    def all_rows(*element: Any) -> tf.data.Dataset:
+        ranks = tf.data.Dataset.range(size)
+        return ranks.map(lambda r: rows_of(spec, element, r, size))
 
-    filled = tf.cond(empty, with_row, lambda: tf.identity(part))
-    filled.set_shape([part.shape[0] or None, *part.shape[1:]])
-    return filled
-
-
-def first_of(dataset: tf.data.Dataset) -> Any:
-    """Return the first element, with None where Keras put something else for it."""
-    element = next(iter(dataset))
-    return tf.nest.map_structure(
-        lambda part: None if _is_nothing(part) else part, element
-    )
-
-
-def _is_nothing(part: Any) -> bool:
-    """Tell whether this is None, or what Keras puts for it into a dataset."""
-    return part is None or isinstance(part, tf.experimental.Optional)
-
-
-def _row_count(part: Any) -> Any:
-    if isinstance(part, tf.RaggedTensor):
-        return part.nrows()
-    return (part.dense_shape if isinstance(part, tf.SparseTensor) else tf.shape(part))[
-        0
-    ]
-
-
-def _slice(part: Any, start: tf.Tensor, stop: tf.Tensor, size: int) -> Any:
-    if _is_nothing(part):
-        return part
-    if isinstance(part, tf.SparseTensor):
-        rest = part.dense_shape[1:]
-        begin = tf.concat([[start], tf.zeros_like(rest)], axis=0)
-        return tf.sparse.slice(part, begin, tf.concat([[stop - start], rest], axis=0))
-    rows = part[start:stop]
-    if not isinstance(rows, tf.Tensor) or rows.shape.rank is None:
-        return rows
-    whole = part.shape[0]
-    even = whole is not None and whole > 0 and whole % size == 0
-    # Some layers refuse a batch that is known to be empty, not one that is empty.
-    length = whole // size if even else None
-    return tf.compat.v1.placeholder_with_default(rows, [length, *part.shape[1:]])
+    return dataset.flat_map(all_rows)

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import data, provenance, randomness
+from tf_dgc.strategies import data, provenance, randomness, slicing
 from tf_dgc.transports import Transport, handshake
 
 _logger = logging.getLogger("tf_dgc")
@@ -393,7 +393,7 @@ def _build_by_first_batches(
         return original(model, iterator=iterator, data_batch=data_batch)
     batches = _host.keras.first_batches_of(iterator)
     if batches is not None:
-        data_batch = data.first_of(extended.own_rows(batches))
+        data_batch = slicing.first_of(extended.own_rows(batches))
     else:
         for *_, batches in iterator:
             data_batch = next(batches)

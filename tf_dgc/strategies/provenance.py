@@ -25,12 +25,12 @@ def random_parts(dataset: tf.data.Dataset) -> list[bool]:
     Returns:
         One for each part of `element_spec`, flat; None is a part, too.
     """
-    present = [not _is_none(part) for part in _parts(dataset)]
+    present = [not is_none(part) for part in _parts(dataset)]
     found = iter(_random_tensors(dataset))
     return [there and next(found) for there in present]
 
 
-def _is_none(spec: Any) -> bool:
+def is_none(spec: Any) -> bool:
     """Tell whether a part is None; TensorFlow 2.18 has no public name for that."""
     return type(spec).__name__ == "NoneTensorSpec"
 
@@ -69,7 +69,7 @@ def _random_tensors(dataset: tf.data.Dataset) -> list[bool]:
     ]
     if len(sources) > 1 and alike:  # elements of one or another
         return [any(each) for each in zip(*alike, strict=True)]
-    count = sum(not _is_none(part) for part in _parts(dataset))
+    count = sum(not is_none(part) for part in _parts(dataset))
     draws = any(_draws_inside(graph) for graph in _host.tensorflow.graphs_of(dataset))
     if len(joined) == count and not draws:
         return joined
@@ -87,13 +87,14 @@ def _draws_inside(graph: Any, seeded: bool = True) -> bool:
     functions = [definition.node, *(f.node_def for f in definition.library.function)]
     return any(
         node.op.startswith(_DRAWERS)
-        and (seeded or not (_has_seed(node) or "Dataset" in node.op))
+        and (seeded or not (has_seed(node) or "Dataset" in node.op))
         for nodes in functions
         for node in nodes
     )
 
 
-def _has_seed(node: Any) -> bool:
+def has_seed(node: Any) -> bool:
+    """Tell whether an operation draws the same numbers in every process."""
     return any(name in node.attr and node.attr[name].i for name in ("seed", "seed2"))
 
 
@@ -140,6 +141,6 @@ def _draws(node: Any, in_order: bool, drawing: set[str]) -> bool:
     }
     if called:
         return not called.isdisjoint(drawing)
-    if node.op.startswith(_READERS) or (_has_seed(node) and in_order):
+    if node.op.startswith(_READERS) or (has_seed(node) and in_order):
         return False
     return _host.tensorflow.is_stateful(node.op)

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.exchanges import Part
-from tf_dgc.strategies import data
+from tf_dgc.strategies import slicing
 from tf_dgc.transports import Transport, handshake
 
 _logger = logging.getLogger("tf_dgc")
@@ -71,7 +71,7 @@ class Share:
         Returns:
             What the step returns.
         """
-        rows = data.row_count(args)
+        rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
         self._model, self._divided, self._losses = model, False, []
         try:
@@ -220,7 +220,7 @@ def run_with_a_row(
     """
     kept = _host.keras.changed_by_forward_passes(model)
     before = [variable.read_value() for variable in kept]
-    filled, count = data.at_least_one_row(args)
+    filled, count = slicing.at_least_one_row(args)
     result = step(filled)
 
     def put_back() -> None:

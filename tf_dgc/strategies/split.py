@@ -1,0 +1,263 @@
+"""Chooses a worker's rows before the maps that read, decode and augment them.
+
+    source -> maps -> batch(B)    gives the same rows as
+    source -> batch(B) -> this worker's rows -> maps -> batch(its share of B)
+
+where each map depends on nothing but its element. What shuffles, repeats or shortens
+data between maps is moved before them. Anything else is left as it is.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.strategies import provenance, slicing
+
+# Stateful operations that give the same for the same element.
+_READERS = (
+    "Assert",
+    "HashTableV2",
+    "LookupTableFindV2",
+    "LookupTableSizeV2",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VarHandleOp",
+    "VarIsInitializedOp",
+)
+# Beginnings of the names of operations that take long, of most images and sounds.
+_COSTLY = ("Decode", "EagerPyFunc", "PyFunc", "ReadFile", "Resize")
+_CHEAP = ("DecodeBase64", "DecodeRaw")
+# A path without the folders that each machine may have its own of.
+_END_OF_PATH = r"^.*/([^/]*/[^/]*)$"
+
+# Each goes on drawing orders where it was left when it is asked for again.
+_shuffled: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Plan(NamedTuple):
+    """How global batches are made.
+
+    Attributes:
+        source: what is read.
+        maps: what its elements go through, the first first.
+        origins: for each part of an element the parts of the source's that it depends
+            on, flat.
+        batch: the dataset that makes batches of them.
+        above: what rearranges batches, the last first.
+    """
+
+    source: tf.data.Dataset
+    maps: tuple[tf.data.Dataset, ...]
+    origins: list[frozenset[int]]
+    batch: tf.data.Dataset
+    above: list[tf.data.Dataset]
+
+
+def share_of(
+    dataset: tf.data.Dataset,
+    rank: int,
+    size: int,
+    note: Callable[[list[tf.Tensor]], None] | None = None,
+) -> tf.data.Dataset | None:
+    """Return a worker's rows of global batches, without making those of others.
+
+    Args:
+        dataset: of global batches.
+        rank: of this worker.
+        size: N.
+        note: gets, of each global batch, what the targets are made of; that is the
+            same on all workers that read the same data.
+
+    Returns:
+        The rows that `slicing.rows_of` takes of each batch; None where that cannot be
+        proved, or would save nothing.
+    """
+    plan = _plan(dataset)
+    if plan is None:
+        return None
+    batch, drops = _host.datasets.batch_of(plan.batch)
+    evidence = _evidence(plan)
+
+    def choose(*parts: Any) -> Any:
+        flat = tf.nest.flatten(parts)
+        if note is not None and evidence:
+            note([_end_of_path(flat[i]) for i in evidence])
+        count = tf.shape(flat[0], tf.int64)[0]
+        start, stop = slicing.bounds(count, rank, size)
+        # Where there is none, one takes its place until they are batches again.
+        first = tf.minimum(start, count - 1)
+        last = tf.maximum(stop, first + 1)
+        kept = tf.fill([last - first], stop > start)
+        rows = [part[first:last] for part in flat]
+        return kept, tf.nest.pack_sequence_as(plan.source.element_spec, rows)
+
+    own = plan.source.batch(batch, drops).map(choose).unbatch()
+    for each in plan.maps:
+        own = _mapped(own, each)
+    start, stop = slicing.bounds(tf.constant(batch, tf.int64), rank, size)
+    even = drops and batch % size == 0
+    calls = _host.datasets.parallel_calls(plan.batch)
+    own = own.batch(max(1, int(stop - start)), even, calls).map(_kept_rows)
+    for each in reversed(plan.above):
+        own = _host.datasets.rearranged(each, own)
+    if (count := dataset.cardinality()) >= 0:
+        own = own.apply(tf.data.experimental.assert_cardinality(count))
+    return own.with_options(dataset.options())
+
+
+def work_for_others(dataset: tf.data.Dataset) -> list[str]:
+    """Tell what takes long, and is done for rows of others where they are split.
+
+    Args:
+        dataset: of global batches.
+
+    Returns:
+        Kinds of datasets, with those of operations.
+    """
+    plan = _plan(dataset)
+    found = []
+    for node in _upstream(dataset if plan is None else plan.source):
+        graphs = _host.tensorflow.graphs_of(node)
+        kinds = {each.op for graph in graphs for each in _nodes(graph)}
+        costs = sorted(
+            kind for kind in kinds if kind.startswith(_COSTLY) and kind not in _CHEAP
+        )
+        if costs:
+            name = type(node).__name__.strip("_").removesuffix("Dataset")
+            found.append(f"{name} ({', '.join(costs)})")
+    return found
+
+
+def _upstream(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yield a dataset and those it reads, but for what is read only once."""
+    yield dataset
+    if not _host.datasets.caches(dataset):
+        for each in _host.tensorflow.inputs_of(dataset):
+            yield from _upstream(each)
+
+
+def _plan(dataset: tf.data.Dataset) -> _Plan | None:
+    above = []
+    node = dataset
+    while _host.datasets.batch_of(node) is None:
+        # Orders of whole batches would be drawn anew by each `fit`.
+        if _host.datasets.shuffles(node) or not _host.datasets.rearranges(node):
+            return None
+        above.append(node)
+        (node,) = _host.tensorflow.inputs_of(node)
+    source, maps, origins = _chain(*_host.tensorflow.inputs_of(node))
+    flat = tf.nest.flatten(source.element_spec)
+    sound = all(
+        isinstance(each, tf.TensorSpec) and each.shape.is_fully_defined()
+        for each in flat
+    )
+    if not maps or not sound:
+        return None
+    return _Plan(source, maps, origins, node, above)
+
+
+def _chain(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Any, Any]:
+    """Return the source, the maps and the origins of a dataset; see `_Plan`."""
+    if _is_elementwise(dataset):
+        source, maps, before = _chain(*_host.tensorflow.inputs_of(dataset))
+        (graph,) = _host.tensorflow.graphs_of(dataset)
+        return source, (*maps, dataset), _origins(graph, before)
+    if _host.datasets.rearranges(dataset):
+        source, maps, origins = _chain(*_host.tensorflow.inputs_of(dataset))
+        if maps:
+            return _moved(dataset, source), maps, origins
+    count = len(tf.nest.flatten(dataset.element_spec))
+    return dataset, (), [frozenset([i]) for i in range(count)]
+
+
+def _moved(dataset: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dataset:
+    if not _host.datasets.shuffles(dataset):
+        return _host.datasets.rearranged(dataset, source)
+    if dataset not in _shuffled:
+        _shuffled[dataset] = _host.datasets.rearranged(dataset, source)
+    return _shuffled[dataset]
+
+
+def _mapped(rows: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
+    """Map rows, each with whether it is kept, as a dataset maps its own."""
+    calls = _host.datasets.parallel_calls(by)
+    return rows.map(
+        lambda kept, element: (kept, _host.datasets.call(by, element)),
+        num_parallel_calls=calls,
+        # In any order they would be rows of other batches.
+        deterministic=None if calls is None else True,
+    )
+
+
+def _kept_rows(kept: tf.Tensor, batch: Any) -> Any:
+    """Return the rows of a batch, which are all kept, or none."""
+    count = tf.math.count_nonzero(kept)
+    rows = [slicing.sliced(part, 0, count, 1) for part in tf.nest.flatten(batch)]
+    return tf.nest.pack_sequence_as(batch, rows)
+
+
+def _is_elementwise(dataset: tf.data.Dataset) -> bool:
+    """Tell whether this is a map whose results depend on their elements alone.
+
+    Or on what a worker draws for itself, without a seed: such are independent, be it of
+    all rows or of its own.
+    """
+    if not _host.tensorflow.maps(dataset):
+        return False
+    (graph,) = _host.tensorflow.graphs_of(dataset)
+    return all(map(_is_harmless, _nodes(graph)))
+
+
+def _is_harmless(node: Any) -> bool:
+    if not _host.tensorflow.is_stateful(node.op) or node.op in _READERS:
+        return True
+    if any(each.func.name or each.list.func for each in node.attr.values()):
+        return True  # a call; what it calls is looked at, too
+    return "seed" in node.attr and not provenance.has_seed(node)
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    """Yield the nodes of a function, and of all that it calls."""
+    definition = graph.as_graph_def()
+    for nodes in (
+        definition.node,
+        *(function.node_def for function in definition.library.function),
+    ):
+        yield from nodes
+
+
+def _origins(graph: Any, before: list[frozenset[int]]) -> list[frozenset[int]]:
+    """Follow parts of a source through a function; see `_Plan.origins`."""
+    found = dict(zip((t.ref() for t in graph.inputs), before, strict=False))
+    for operation in graph.get_operations():
+        sources = [found.get(t.ref(), frozenset()) for t in operation.inputs]
+        for tensor in operation.outputs:
+            found.setdefault(tensor.ref(), frozenset().union(*sources))
+    return [found[tensor.ref()] for tensor in graph.outputs]
+
+
+def _evidence(plan: _Plan) -> list[int]:
+    """Return which parts of the source's elements targets depend on, and not chance."""
+    (elements,) = _host.tensorflow.inputs_of(plan.batch)
+    spec = elements.element_spec
+    if not isinstance(spec, tuple) or len(spec) < 2:
+        return []
+    begin, count = (
+        sum(not provenance.is_none(part) for part in tf.nest.flatten(each))
+        for each in spec[:2]
+    )
+    known = frozenset().union(*plan.origins[begin : begin + count])
+    random = provenance.random_parts(plan.source)
+    return [i for i in sorted(known) if not random[i]]
+
+
+def _end_of_path(part: tf.Tensor) -> tf.Tensor:
+    if part.dtype != tf.string:
+        return part
+    return tf.strings.regex_replace(part, _END_OF_PATH, r"\1")
