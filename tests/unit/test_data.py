@@ -233,16 +233,6 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             ):
                 data.share_of(dataset, 0, 2)
 
-    def test_sharding_by_file_is_refused(self) -> None:
-        dataset = tf.data.Dataset.range(8).batch(4)
-        for policy in (Policy.FILE, Policy.HINT):
-            with self.assertRaisesRegex(
-                ValueError,
-                r"`auto_shard_policy` must be AUTO, DATA or OFF\. Received: .*"
-                rf"{policy.name}.*`files\.shard\(",
-            ):
-                data.share_of(with_policy(dataset, policy), 0, 2)
-
     def test_auto_and_data_split_alike(self) -> None:
         dataset = tf.data.Dataset.range(8).batch(4)
         for policy in (Policy.AUTO, Policy.DATA):

@@ -4,6 +4,22 @@ Each function says where the name lives, since when it has been as it is used he
 why no public name does. Seen in TensorFlow 2.18 to 2.21 and Keras 3.10 to 3.15.
 """
 
-from tf_dgc._host import datasets, distribute, hooks, keras, probe, tensorflow
+from tf_dgc._host import (
+    datasets,
+    distribute,
+    hooks,
+    iterators,
+    keras,
+    probe,
+    tensorflow,
+)
 
-__all__ = ["datasets", "distribute", "hooks", "keras", "probe", "tensorflow"]
+__all__ = [
+    "datasets",
+    "distribute",
+    "hooks",
+    "iterators",
+    "keras",
+    "probe",
+    "tensorflow",
+]

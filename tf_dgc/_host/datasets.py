@@ -23,51 +23,53 @@ with probe.imports():
     )
     from tensorflow.python.data.util import structure
 
-# Classes of what public functions return, and what they keep of their arguments.
-_KEPT = (
-    (batch_op, "_BatchDataset", ("_batch_size", "_drop_remainder")),
-    (
-        batch_op,
-        "_ParallelBatchDataset",
-        ("_batch_size", "_drop_remainder", "_num_parallel_calls"),
-    ),
-    (dataset_ops, "_OptionsDataset", ()),
-    (map_op, "_ParallelMapDataset", ("_num_parallel_calls",)),
-    (prefetch_op, "_PrefetchDataset", ("_buffer_size",)),
-    (repeat_op, "_RepeatDataset", ("_count",)),
-    (shard_op, "_ShardDataset", ("_index", "_num_shards")),
-    (
-        shuffle_op,
-        "_ShuffleDataset",
-        ("_buffer_size", "_reshuffle_each_iteration", "_seed", "_seed2"),
-    ),
-    (skip_op, "_SkipDataset", ("_count",)),
-    (take_op, "_TakeDataset", ("_count",)),
-)
-
 
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
     return [
+        (batch_op, "_BatchDataset"),
+        (batch_op, "_ParallelBatchDataset"),
         (cache_op, "CacheDataset"),
         (dataset_ops, "UnaryUnchangedStructureDataset"),
+        (dataset_ops, "_OptionsDataset"),
         (distribute, "_AutoShardDataset"),
         (distribute, "batch_sizes_for_worker"),
         (distribute, "compute_batch_size"),
+        (map_op, "_ParallelMapDataset"),
+        (prefetch_op, "_PrefetchDataset"),
+        (repeat_op, "_RepeatDataset"),
+        (shard_op, "_ShardDataset"),
+        (shuffle_op, "_ShuffleDataset"),
+        (skip_op, "_SkipDataset"),
         (structure, "from_compatible_tensor_list"),
         (structure, "to_tensor_list"),
+        (take_op, "_TakeDataset"),
         (tf.data.Dataset, "_flat_structure"),
         (tf.data.Dataset, "_functions"),
         (tf.data.Dataset, "_inputs"),
         (tf.data.Dataset, "_variant_tensor"),
-        *((owner, name) for owner, name, _ in _KEPT),
         *(
             (getattr(owner, name, None), attribute)
-            for owner, name, attributes in _KEPT
+            for owner, name, *attributes in _KEPT
             for attribute in attributes
         ),
     ]
 
+
+# What classes keep of their arguments.
+_KEPT = (
+    (batch_op, "_BatchDataset", "_batch_size", "_drop_remainder"),
+    (batch_op, "_ParallelBatchDataset", "_batch_size", "_drop_remainder"),
+    (batch_op, "_ParallelBatchDataset", "_num_parallel_calls"),
+    (map_op, "_ParallelMapDataset", "_num_parallel_calls"),
+    (prefetch_op, "_PrefetchDataset", "_buffer_size"),
+    (repeat_op, "_RepeatDataset", "_count"),
+    (shard_op, "_ShardDataset", "_index", "_num_shards"),
+    (shuffle_op, "_ShuffleDataset", "_buffer_size", "_seed", "_seed2"),
+    (shuffle_op, "_ShuffleDataset", "_reshuffle_each_iteration"),
+    (skip_op, "_SkipDataset", "_count"),
+    (take_op, "_TakeDataset", "_count"),
+)
 
 probe.check(wanted())
 
@@ -94,8 +96,7 @@ def batch_of(dataset: tf.data.Dataset) -> tuple[int, bool] | None:
 
     DATA/ops/batch_op.py. None of any other dataset, or where that is not known.
     """
-    kinds = batch_op._BatchDataset, batch_op._ParallelBatchDataset
-    if not isinstance(dataset, kinds):
+    if not isinstance(dataset, _BATCH):
         return None
     size, drops = _kept(dataset, "_batch_size"), _kept(dataset, "_drop_remainder")
     return None if size is None or drops is None else (size, drops)
@@ -147,7 +148,9 @@ def _shuffled(dataset: Any, source: tf.data.Dataset) -> tf.data.Dataset:
     return dataset_ops.UnaryUnchangedStructureDataset(source, variant)
 
 
-def auto_sharded(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.Dataset:
+def auto_sharded(
+    dataset: tf.data.Dataset, workers: int, rank: int
+) -> tuple[tf.data.Dataset, bool]:
     """Let TensorFlow shard a dataset by its policy, and give batches their shares.
 
     DATA/experimental/ops/distribute.py, which shards the graph of a dataset: files
@@ -155,7 +158,8 @@ def auto_sharded(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.D
     those of all workers, are divided so that N workers have so many rows in a step.
 
     Returns:
-        The worker's dataset; with undivided batches where their size is not known.
+        The worker's dataset, and whether batches are divided, as they are where their
+        size is known.
 
     Raises:
         tf.errors.OpError: there is nothing in it that could be sharded.
@@ -163,8 +167,9 @@ def auto_sharded(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.D
     own = distribute._AutoShardDataset(dataset, workers, rank, workers)
     size = int(distribute.compute_batch_size(dataset))
     if size < 0:
-        return own
-    return own.rebatch(distribute.batch_sizes_for_worker(size, workers, 1, rank))
+        return own, False
+    sizes = distribute.batch_sizes_for_worker(size, workers, 1, rank)
+    return own.rebatch(sizes), True
 
 
 def _kept(dataset: tf.data.Dataset, name: str) -> Any:
@@ -174,6 +179,7 @@ def _kept(dataset: tf.data.Dataset, name: str) -> Any:
     return None if value is None else value.item()
 
 
+_BATCH = batch_op._BatchDataset, batch_op._ParallelBatchDataset
 _AGAIN: dict[type, Callable[[Any, tf.data.Dataset], tf.data.Dataset]] = {
     dataset_ops._OptionsDataset: lambda _, source: source,
     prefetch_op._PrefetchDataset: lambda old, source: source.prefetch(

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc._host import probe
+from tf_dgc._host import iterators, probe
 
 with probe.imports():
     from tensorflow.python.distribute import (
@@ -115,11 +115,20 @@ def update_context() -> Any:
 
 
 def distributed_dataset(
-    strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, device: str
+    strategy: tf.distribute.Strategy,
+    dataset: tf.data.Dataset,
+    device: str,
+    meeting: iterators.Meeting | None = None,
 ) -> Any:
     """Wrap this worker's share of the data so that Keras does not split it again.
 
     TFD/input_lib.py: DistributedDataset, with a ready component.
+
+    Args:
+        strategy: of the worker.
+        dataset: its share.
+        device: where it computes.
+        meeting: where the workers agree on the end of the data, if they do.
     """
     wrapped = _Share(
         input_lib.InputWorkers([(host_of_device(device), (device,))]),
@@ -130,7 +139,7 @@ def distributed_dataset(
         ),
         enable_get_next_as_optional=False,
     )
-    wrapped.share = dataset
+    wrapped.share, wrapped.meeting = dataset, meeting
     return wrapped
 
 
@@ -143,9 +152,12 @@ class _Share(input_lib.DistributedDataset):
     """
 
     share: tf.data.Dataset
+    meeting: iterators.Meeting | None
 
     def __iter__(self) -> Any:
-        return iter(self.share)
+        if self.meeting is None:
+            return iter(self.share)
+        return iterators.LevelIterator(self.meeting, self.share)
 
 
 def components_of(value: Any) -> tuple[Any, ...] | None:

@@ -1,10 +1,11 @@
 """Each worker's share of a dataset of global batches. Pure tf.data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.strategies import provenance, split
 from tf_dgc.strategies.slicing import is_nothing, rows_of
 from tf_dgc.transports.base import Transport
@@ -111,7 +112,8 @@ def share_of(
     none.
 
     With `AutoShardPolicy.OFF` the dataset is taken to be this worker's own, and each
-    of its batches is used up in N steps.
+    of its batches is used up in N steps. With FILE and HINT TensorFlow makes it this
+    worker's own: by files, or where SHARD_HINT stands.
 
     Args:
         dataset: of batches: tensors, ragged or sparse tensors in any structure, rows
@@ -121,7 +123,7 @@ def share_of(
         first: looks at the first batch, where all workers read the same.
 
     Raises:
-        ValueError: the dataset is not batched, or asks to be sharded by file.
+        ValueError: the dataset is not batched, or cannot be sharded as it asks.
     """
     if size == 1:
         return dataset
@@ -138,11 +140,23 @@ def share_of(
         share = split.share_of(dataset, rank, size, note)
         if share is None:
             share = _own_rows(dataset, rank, size, note)
-    else:
+    elif policy == _Policy.OFF:
         share = _all_rows(dataset, size)
+    else:
+        share = _sharded(dataset, rank, size)
     # Where Keras reads by threads of its own, what is read ahead is lost to an epoch.
     reads_ahead = dataset.options().autotune.enabled is not False
     return share.prefetch(1) if reads_ahead else share
+
+
+def may_be_unequal(dataset: tf.data.Dataset) -> bool:
+    """Tell whether TensorFlow shards a dataset, into shards of any lengths."""
+    return _policy_of(dataset) in (_Policy.FILE, _Policy.HINT)
+
+
+def is_own(dataset: tf.data.Dataset) -> bool:
+    """Tell whether a dataset, or its shard, is of its worker alone."""
+    return _policy_of(dataset) not in _ALIKE
 
 
 def _policy_of(dataset: tf.data.Dataset) -> Any:
@@ -176,3 +190,48 @@ def _all_rows(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
         return ranks.map(lambda r: rows_of(spec, element, r, size))
 
     return dataset.flat_map(all_rows)
+
+
+def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+    """Let TensorFlow shard a dataset, and divide its batches."""
+    policy = _policy_of(dataset)
+    files = min(_lengths_of_sources(dataset), default=size)
+    if policy == _Policy.FILE and files < size:
+        raise ValueError(
+            "`AutoShardPolicy.FILE` needs at least as many files as workers. Received: "
+            f"{files} files, {size} workers. Write the data to more files, or leave "
+            "AUTO, by which each worker takes its rows of every batch"
+        )
+    hinted = any(map(_host.datasets.is_hinted, _upstream(dataset)))
+    if policy == _Policy.HINT and not hinted:
+        raise ValueError(
+            "`AutoShardPolicy.HINT` needs `dataset.shard(SHARD_HINT, SHARD_HINT)`, of "
+            "tf.data.experimental.SHARD_HINT, where the data of workers part. "
+            "Received: a dataset without it, of which all workers would read all"
+        )
+    try:
+        own, divided = _host.datasets.auto_sharded(dataset, size, rank)
+    except tf.errors.OpError as error:
+        raise ValueError(
+            f"`AutoShardPolicy.{_Policy(policy).name}` needs files that are read by "
+            "TFRecordDataset, TextLineDataset or the like, or by `interleave` of such. "
+            "Where `map` reads them, leave AUTO. Received: "
+            f"{error.message.partition('goo.gle')[0].strip()[-300:]}"
+        ) from error
+    return own if divided else _all_rows(own, size)
+
+
+def _upstream(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield dataset
+    for each in _host.tensorflow.inputs_of(dataset):
+        yield from _upstream(each)
+
+
+def _lengths_of_sources(dataset: tf.data.Dataset) -> list[int]:
+    """Return how many files are read, as far as that is known of lists of files."""
+    sources = _host.tensorflow.inputs_of(dataset)
+    found = [count for each in sources for count in _lengths_of_sources(each)]
+    if not sources or _host.datasets.rearranges(dataset):
+        count = int(dataset.cardinality())
+        found += [count] if count >= 0 else []
+    return found

@@ -16,7 +16,14 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import data, provenance, randomness, slicing
+from tf_dgc.strategies import (
+    data,
+    level,
+    provenance,
+    randomness,
+    slicing,
+    split,
+)
 from tf_dgc.transports import Transport, handshake
 
 _logger = logging.getLogger("tf_dgc")
@@ -62,7 +69,10 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self.used = False
         self.exchanged = False
         self.first_targets = data.FirstTargets()
-        self._told_chance = False
+        self._told_chance = self._told_work = False
+        self._end = _host.iterators.Meeting(
+            lambda *args: level.next_of(transport, *args)
+        )
         self._statistics: list[weakref.ref[Any]] = []
         _host.hooks.wrap("build", _build_by_first_batches)
 
@@ -225,34 +235,76 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             "numbers, and so has rows of other batches. Give the operation a `seed`"
         )
 
-    def _agree_on_length(self, dataset: Any) -> None:
-        """Refuse datasets of which some workers would wait for batches of others.
+    def _tell_work(self, dataset: tf.data.Dataset) -> None:
+        if self._told_work or data.is_own(dataset):
+            return
+        if not (work := split.work_for_others(dataset)):
+            return
+        self._told_work = True
+        _logger.warning(
+            f"Each of the {self._transport.size} workers does this for all rows of the "
+            f"global batches, and keeps its own: {'; '.join(work)}. So input takes as "
+            "long as on one worker. Rows are chosen earlier where only such `map`s as "
+            "depend on nothing but their element, without a seed or Python code, stand "
+            "between this and `batch`, and none after it. Or set AutoShardPolicy.FILE, "
+            "where files are read by a dataset, or let each worker make its own data: "
+            "`strategy.distribute_datasets_from_function`"
+        )
+
+    def _meeting_of(
+        self, dataset: tf.data.Dataset, unequal: bool
+    ) -> _host.iterators.Meeting | None:
+        """Let no worker wait for others that have no more batches of their own.
+
+        Args:
+            dataset: of this worker's own data.
+            unequal: whether workers may have known and different numbers of batches.
+
+        Returns:
+            Where they agree on the end of data, if there is need to.
 
         Raises:
-            ValueError: the numbers of batches differ, as far as they are known.
+            ValueError: these numbers must not differ, and do.
         """
-        if tf.executing_eagerly() and self._container_strategy().lockstep:
-            batches = int(dataset.cardinality())
-            names = {-1: "endless", -2: "unknown"}
-            record = {"number of batches": names.get(batches, batches)}
+        lockstep = self._container_strategy().lockstep
+        if self._transport.alone or not lockstep or not tf.executing_eagerly():
+            return None
+        batches = int(dataset.cardinality())
+        names = {-1: "endless", -2: "unknown"}
+        record = {"number of batches": names.get(batches, batches)}
+        if unequal:
+            found = handshake.tell(self._transport, "data", record)
+            alike = all(each == found[0] for each in found)
+        else:
             handshake.agree(self._transport, "data", record)
+            alike = True
+        known = alike and batches != -2
+        return None if known or not level.can_end(dataset.element_spec) else self._end
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         self._container_strategy().settle()
-        if self._transport.size > 1 and provenance.decided_by_chance(dataset):
-            self._tell_chance()
+        if self._transport.size > 1:
+            if provenance.decided_by_chance(dataset):
+                self._tell_chance()
+            self._tell_work(dataset)
         own = self.own_rows(dataset, self.first_targets)
-        self._agree_on_length(dataset)
+        unequal = data.may_be_unequal(dataset)
+        meeting = self._meeting_of(own if unequal else dataset, unequal)
         return _host.distribute.distributed_dataset(
-            self._container_strategy(), own, self._device
+            self._container_strategy(),
+            own,
+            self._device,
+            meeting if data.is_own(dataset) else None,
         )
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         self._container_strategy().settle()
         own = dataset_fn(self._input_context())
-        self._agree_on_length(own)
         return _host.distribute.distributed_dataset(
-            self._container_strategy(), own, self._device
+            self._container_strategy(),
+            own,
+            self._device,
+            self._meeting_of(own, unequal=False),
         )
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:

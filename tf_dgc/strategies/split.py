@@ -48,14 +48,16 @@ class _Plan(NamedTuple):
         maps: what its elements go through, the first first.
         origins: for each part of an element the parts of the source's that it depends
             on, flat.
-        batch: the dataset that makes batches of them.
+        batches: the dataset that makes batches of them.
+        batch: their size, and whether what is left over is dropped.
         above: what rearranges batches, the last first.
     """
 
     source: tf.data.Dataset
     maps: tuple[tf.data.Dataset, ...]
     origins: list[frozenset[int]]
-    batch: tf.data.Dataset
+    batches: tf.data.Dataset
+    batch: tuple[int, bool]
     above: list[tf.data.Dataset]
 
 
@@ -81,7 +83,7 @@ def share_of(
     plan = _plan(dataset)
     if plan is None:
         return None
-    batch, drops = _host.datasets.batch_of(plan.batch)
+    batch, drops = plan.batch
     evidence = _evidence(plan)
 
     def choose(*parts: Any) -> Any:
@@ -102,7 +104,7 @@ def share_of(
         own = _mapped(own, each)
     start, stop = slicing.bounds(tf.constant(batch, tf.int64), rank, size)
     even = drops and batch % size == 0
-    calls = _host.datasets.parallel_calls(plan.batch)
+    calls = _host.datasets.parallel_calls(plan.batches)
     own = own.batch(max(1, int(stop - start)), even, calls).map(_kept_rows)
     for each in reversed(plan.above):
         own = _host.datasets.rearranged(each, own)
@@ -145,7 +147,7 @@ def _upstream(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 def _plan(dataset: tf.data.Dataset) -> _Plan | None:
     above = []
     node = dataset
-    while _host.datasets.batch_of(node) is None:
+    while (batch := _host.datasets.batch_of(node)) is None:
         # Orders of whole batches would be drawn anew by each `fit`.
         if _host.datasets.shuffles(node) or not _host.datasets.rearranges(node):
             return None
@@ -159,7 +161,7 @@ def _plan(dataset: tf.data.Dataset) -> _Plan | None:
     )
     if not maps or not sound:
         return None
-    return _Plan(source, maps, origins, node, above)
+    return _Plan(source, maps, origins, node, batch, above)
 
 
 def _chain(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Any, Any]:
@@ -244,7 +246,7 @@ def _origins(graph: Any, before: list[frozenset[int]]) -> list[frozenset[int]]:
 
 def _evidence(plan: _Plan) -> list[int]:
     """Return which parts of the source's elements targets depend on, and not chance."""
-    (elements,) = _host.tensorflow.inputs_of(plan.batch)
+    (elements,) = _host.tensorflow.inputs_of(plan.batches)
     spec = elements.element_spec
     if not isinstance(spec, tuple) or len(spec) < 2:
         return []

@@ -1,0 +1,121 @@
+"""An iterator of tf.data that ends on all workers at once. DATA as in `datasets.py`."""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc._host import probe
+
+with probe.imports():
+    from tensorflow.python.data.ops import iterator_ops
+
+
+def wanted() -> list[tuple[Any, str]]:
+    """Return the private names, with the object or class that must have each."""
+    owned = getattr(iterator_ops, "OwnedIterator", None)
+    spec = getattr(iterator_ops, "IteratorSpec", None)
+    return [
+        (iterator_ops, "IteratorSpec"),
+        (iterator_ops, "OwnedIterator"),
+        (owned, "_element_spec"),
+        (owned, "_flat_output_shapes"),
+        (owned, "_next_internal"),
+        (owned, "_type_spec"),
+        (spec, "_from_components"),
+        (spec, "_serialize"),
+    ]
+
+
+probe.check(wanted())
+
+Next = Callable[[Any, Any, Callable[[], Any]], Any]
+
+
+class LevelIterator(iterator_ops.OwnedIterator):
+    """Leaves to a function what the next element is.
+
+    DATA/ops/iterator_ops.py: OwnedIterator, which has no public way to do so, and
+    which functions take as an argument.
+    """
+
+    _element_spec: Any
+    _flat_output_shapes: Any
+
+    def __init__(self, meeting: "Meeting", *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._meeting = meeting
+        self._element_spec = tf.nest.map_structure(_of_any_rows, self._element_spec)
+        self._flat_output_shapes = [
+            tf.TensorShape([None, *shape[1:]]) if shape.rank else shape
+            for shape in self._flat_output_shapes
+        ]
+
+    def _next_internal(self) -> Any:
+        optional = self.get_next_as_optional()
+        return self._meeting.function(
+            optional, self._element_spec, super()._next_internal
+        )
+
+    @property
+    def _type_spec(self) -> Any:
+        return _LevelSpec(self._element_spec, self._meeting.key)
+
+
+class _LevelSpec(iterator_ops.IteratorSpec):
+    """Of a LevelIterator; functions are traced anew for each meeting."""
+
+    __slots__ = ["_key"]
+
+    def __init__(self, element_spec: Any, key: int) -> None:
+        super().__init__(element_spec)
+        self._key = key
+
+    @property
+    def value_type(self) -> type:
+        return LevelIterator
+
+    def _serialize(self) -> Any:
+        return self._element_spec, self._key
+
+    def _from_components(self, components: Any) -> Any:
+        spec = self._element_spec
+        return LevelIterator(
+            _meetings[self._key], components=components, element_spec=spec
+        )
+
+
+class Meeting:
+    """Where the workers agree on whether there is a next element.
+
+    Attributes:
+        function: gets an Optional of the worker's own next element, the elements' spec,
+            with any number of rows, and a function that returns the element, or ends
+            the data; returns the next element.
+    """
+
+    def __init__(self, function: Next) -> None:
+        """Make one; the iterators that use it need it as long as they live."""
+        self.function = function
+        self.key = next(_keys)
+        _meetings[self.key] = self
+
+
+_keys = itertools.count()
+_meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
+
+
+def _of_any_rows(spec: Any) -> Any:
+    """Return the spec of a tensor of any kind, with any number of rows."""
+    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
+        return spec
+    if not spec.shape.rank:
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+        )
+    return type(spec)(shape, spec.dtype)
