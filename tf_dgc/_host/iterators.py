@@ -31,11 +31,9 @@ def wanted() -> list[tuple[Any, str]]:
 
 probe.check(wanted())
 
-Next = Callable[[Any, Any, Callable[[], Any]], Any]
-
 
 class LevelIterator(iterator_ops.OwnedIterator):
-    """Leaves to a function what the next element is.
+    """Leaves it to a meeting what the next element is.
 
     DATA/ops/iterator_ops.py: OwnedIterator, which has no public way to do so, and
     which functions take as an argument.
@@ -53,11 +51,15 @@ class LevelIterator(iterator_ops.OwnedIterator):
             for shape in self._flat_output_shapes
         ]
 
+    def get_next_as_optional(self) -> Any:
+        """Return what is agreed upon."""
+        own = super().get_next_as_optional()
+        return self._meeting.function(own, self._element_spec)
+
     def _next_internal(self) -> Any:
         optional = self.get_next_as_optional()
-        return self._meeting.function(
-            optional, self._element_spec, super()._next_internal
-        )
+        # Without a next element there is none of this worker's own: it ends the data.
+        return tf.cond(optional.has_value(), optional.get_value, super()._next_internal)
 
     @property
     def _type_spec(self) -> Any:
@@ -91,12 +93,11 @@ class Meeting:
     """Where the workers agree on whether there is a next element.
 
     Attributes:
-        function: gets an Optional of the worker's own next element, the elements' spec,
-            with any number of rows, and a function that returns the element, or ends
-            the data; returns the next element.
+        function: gets tf.experimental.Optional of the worker's own next element, and
+            the spec of elements of any number of rows; returns that of the next.
     """
 
-    def __init__(self, function: Next) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         """Make one; the iterators that use it need it as long as they live."""
         self.function = function
         self.key = next(_keys)

@@ -6,6 +6,7 @@ Keras metrics accumulate is kept by worker and summed when it is read.
 
 import contextlib
 import contextvars
+import functools
 import gc
 import logging
 import secrets
@@ -70,9 +71,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self.exchanged = False
         self.first_targets = data.FirstTargets()
         self._told_chance = self._told_work = False
-        self._end = _host.iterators.Meeting(
-            lambda *args: level.next_of(transport, *args)
-        )
+        self._end = _host.iterators.Meeting(functools.partial(level.agreed, transport))
         self._statistics: list[weakref.ref[Any]] = []
         _host.hooks.wrap("build", _build_by_first_batches)
 

@@ -4,15 +4,13 @@ Axis: N workers. In each step they tell whether they have a batch, and how large
 rows are. Who has none takes part with a batch of no rows, until nobody has one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc.strategies import provenance
 from tf_dgc.transports import Transport
-
-_OWN, _NO_ROWS, _END = range(3)
 
 
 def can_end(spec: Any) -> bool:
@@ -24,54 +22,56 @@ def can_end(spec: Any) -> bool:
     )
 
 
-def next_of(
-    transport: Transport, optional: Any, spec: Any, end: Callable[[], Any]
-) -> Any:
+def agreed(transport: Transport, optional: Any, spec: Any) -> Any:
     """Return this worker's next batch; all workers call this, eagerly or in a graph.
 
     Args:
         transport: between them.
-        optional: the worker's own next batch, or none.
-        spec: of batches of any number of rows.
-        end: ends the data, where nobody has a batch.
+        optional: tf.experimental.Optional of the worker's own next batch.
+        spec: of batches, of any number of rows.
+
+    Returns:
+        An Optional that has a batch, maybe of no rows, where any worker has one.
     """
     specs = [part for part in tf.nest.flatten(spec) if not provenance.is_none(part)]
 
-    def tensors(batch: Any) -> list[tf.Tensor]:
-        parts = [part for part in tf.nest.flatten(batch) if part is not None]
+    def own() -> list[Any]:
+        flat = tf.nest.flatten(optional.get_value())
+        return [part for part in flat if part is not None]
+
+    def tensors(parts: list[Any]) -> list[tf.Tensor]:
         return list(tf.nest.flatten(parts, expand_composites=True))
 
-    def own_sizes() -> tf.Tensor:
-        parts = [part for part in tf.nest.flatten(optional.get_value())]
-        return _sizes([part for part in parts if part is not None])
-
-    count = sum(_rank(part) for part in specs)
+    count = sum(map(_sizes_told, specs))
     has = optional.has_value()
-    sizes = tf.cond(has, own_sizes, lambda: tf.zeros([count], tf.int64))
-    own = tf.concat([[tf.cast(has, tf.int64)], tf.ensure_shape(sizes, [count])], axis=0)
-    most = tf.reduce_max(transport.all_gather(own, "has_next"), axis=0)
-    which = tf.where(has, _OWN, tf.where(most[0] > 0, _NO_ROWS, _END))
-    flat = tf.switch_case(
-        which,
-        {
-            _OWN: lambda: tensors(optional.get_value()),
-            _NO_ROWS: lambda: tensors(_no_rows(specs, most[1:])),
-            _END: lambda: tensors(end()),
-        },
+    nothing = tf.zeros([count], tf.int64)
+    sizes = tf.cond(
+        has, lambda: tf.ensure_shape(_sizes(own()), [count]), lambda: nothing
+    )
+    told = tf.concat([[tf.cast(has, tf.int64)], sizes], axis=0)
+    most = tf.reduce_max(transport.all_gather(told, "has_next"), axis=0)
+    flat = tf.cond(
+        has, lambda: tensors(own()), lambda: tensors(_no_rows(specs, most[1:]))
     )
     parts = iter(tf.nest.pack_sequence_as(specs, flat, expand_composites=True))
     batch = [
         None if provenance.is_none(part) else _shaped(next(parts), part)
         for part in tf.nest.flatten(spec)
     ]
-    return tf.nest.pack_sequence_as(spec, batch)
+    return tf.cond(
+        most[0] > 0,
+        lambda: tf.experimental.Optional.from_value(
+            tf.nest.pack_sequence_as(spec, batch)
+        ),
+        lambda: tf.experimental.Optional.empty(spec),
+    )
 
 
 def _shaped(part: Any, spec: Any) -> Any:
     return tf.ensure_shape(part, spec.shape) if isinstance(part, tf.Tensor) else part
 
 
-def _rank(spec: Any) -> int:
+def _sizes_told(spec: Any) -> int:
     """Return how many sizes a row has that are told."""
     dense = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec)
     return max(0, (spec.shape.rank or 0) - 1) if dense else 0
@@ -92,9 +92,11 @@ def _no_rows(specs: Sequence[Any], sizes: tf.Tensor) -> list[Any]:
     """Return tensors that have no rows, which were of some sizes if there were any."""
     parts, begin = [], 0
     for spec in specs:
-        end = begin + _rank(spec)
-        shape = tf.concat([tf.zeros([1], tf.int64), sizes[begin:end]], axis=0)
-        begin = end
+        rows = sizes[begin : begin + _sizes_told(spec)]
+        begin += _sizes_told(spec)
+        known = [spec.shape[1 + i] for i in range(rows.shape[0])]
+        row = [rows[i] if size is None else size for i, size in enumerate(known)]
+        shape = tf.stack([tf.cast(size, tf.int64) for size in (0, *row)])
         if isinstance(spec, tf.RaggedTensorSpec):
             inner = spec.shape[1 + spec.ragged_rank :]
             values = tf.zeros([0, *(size or 0 for size in inner)], spec.dtype)
