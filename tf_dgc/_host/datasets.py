@@ -104,7 +104,7 @@ def batch_of(dataset: tf.data.Dataset) -> tuple[int, bool] | None:
 
 def shuffles(dataset: tf.data.Dataset) -> bool:
     """Tell whether this is `Dataset.shuffle`. DATA/ops/shuffle_op.py."""
-    return isinstance(dataset, shuffle_op._ShuffleDataset)
+    return isinstance(dataset, shuffle_op._ShuffleDataset | _Shuffled)
 
 
 def is_hinted(dataset: tf.data.Dataset) -> bool:
@@ -134,6 +134,10 @@ def rearranged(dataset: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dat
     return _AGAIN[type(dataset)](dataset, source)
 
 
+class _Shuffled(dataset_ops.UnaryUnchangedStructureDataset):
+    """Shuffles as another dataset does."""
+
+
 def _shuffled(dataset: Any, source: tf.data.Dataset) -> tf.data.Dataset:
     """Shuffle by the same seeds; the public function would draw others."""
     variant = tf.raw_ops.ShuffleDatasetV3(
@@ -145,7 +149,7 @@ def _shuffled(dataset: Any, source: tf.data.Dataset) -> tf.data.Dataset:
         reshuffle_each_iteration=dataset._reshuffle_each_iteration,
         **source._flat_structure,
     )
-    return dataset_ops.UnaryUnchangedStructureDataset(source, variant)
+    return _Shuffled(source, variant)
 
 
 def auto_sharded(

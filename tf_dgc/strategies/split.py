@@ -179,6 +179,10 @@ def _chain(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Any, Any]:
 
 
 def _moved(dataset: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dataset:
+    if _host.datasets.shuffles(source):
+        # TensorFlow makes one dataset of a shuffle and a repeat that follow each other,
+        # which draws other orders.
+        source = source.prefetch(1)
     if not _host.datasets.shuffles(dataset):
         return _host.datasets.rearranged(dataset, source)
     if dataset not in _shuffled:
