@@ -195,13 +195,6 @@ def _all_rows(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
 def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     """Let TensorFlow shard a dataset, and divide its batches."""
     policy = _policy_of(dataset)
-    files = min(_lengths_of_sources(dataset), default=size)
-    if policy == _Policy.FILE and files < size:
-        raise ValueError(
-            "`AutoShardPolicy.FILE` needs at least as many files as workers. Received: "
-            f"{files} files, {size} workers. Write the data to more files, or leave "
-            "AUTO, by which each worker takes its rows of every batch"
-        )
     hinted = any(map(_host.datasets.is_hinted, _upstream(dataset)))
     if policy == _Policy.HINT and not hinted:
         raise ValueError(
@@ -218,6 +211,13 @@ def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
             "Where `map` reads them, leave AUTO. Received: "
             f"{error.message.partition('goo.gle')[0].strip()[-300:]}"
         ) from error
+    files = min(_lengths_of_lists(dataset), default=size)
+    if policy == _Policy.FILE and files < size:
+        raise ValueError(
+            "`AutoShardPolicy.FILE` needs at least as many files as workers. Received: "
+            f"{files} files, {size} workers. Write the data to more files, or leave "
+            "AUTO, by which each worker takes its rows of every batch"
+        )
     return own if divided else _all_rows(own, size)
 
 
@@ -227,11 +227,17 @@ def _upstream(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from _upstream(each)
 
 
-def _lengths_of_sources(dataset: tf.data.Dataset) -> list[int]:
-    """Return how many files are read, as far as that is known of lists of files."""
+def _is_list(dataset: tf.data.Dataset) -> bool:
+    """Tell whether elements are those of a source, in any order."""
     sources = _host.tensorflow.inputs_of(dataset)
-    found = [count for each in sources for count in _lengths_of_sources(each)]
-    if not sources or _host.datasets.rearranges(dataset):
-        count = int(dataset.cardinality())
-        found += [count] if count >= 0 else []
-    return found
+    rearranges = _host.datasets.rearranges(dataset)
+    return not sources or (rearranges and all(map(_is_list, sources)))
+
+
+def _lengths_of_lists(dataset: tf.data.Dataset) -> list[int]:
+    """Return how many files are read, as far as that is known of lists of files."""
+    if _is_list(dataset):
+        found = [int(each.cardinality()) for each in _upstream(dataset)]
+        return [count for count in found if count >= 0]
+    sources = _host.tensorflow.inputs_of(dataset)
+    return [count for each in sources for count in _lengths_of_lists(each)]

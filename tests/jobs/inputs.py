@@ -1,0 +1,101 @@
+"""Data of which workers have unequal shares: run by the workers of `pool.py`."""
+
+import pathlib
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_dgc
+
+# Rows of each file; with two workers, the first and the last are one's.
+ROWS = (9, 2, 4)
+BATCH = 4
+
+
+def write(folder: pathlib.Path) -> None:
+    """Write files of numbers, each of which is there once."""
+    for i, count in enumerate(ROWS):
+        with tf.io.TFRecordWriter(str(folder / str(i))) as writer:
+            for k in range(count):
+                writer.write(np.float32([10 * i + k]).tobytes())
+
+
+def numbers() -> list[float]:
+    return [10.0 * i + k for i, count in enumerate(ROWS) for k in range(count)]
+
+
+def parsed(record: tf.Tensor) -> Any:
+    x = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [1])
+    return x, 2 * x
+
+
+def _files(folder: str) -> list[str]:
+    return sorted(map(str, pathlib.Path(folder).iterdir()))
+
+
+def by_file(strategy: Any, folder: str) -> tf.data.Dataset:
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy.FILE
+    options.experimental_distribute.auto_shard_policy = policy
+    dataset = tf.data.TFRecordDataset(_files(folder)).map(parsed).batch(BATCH)
+    return dataset.with_options(options)
+
+
+def by_function(strategy: Any, folder: str) -> Any:
+    def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        files = tf.data.Dataset.from_tensor_slices(_files(folder)).shard(
+            context.num_input_pipelines, context.input_pipeline_id
+        )
+        batch = context.get_per_replica_batch_size(BATCH)
+        return files.flat_map(tf.data.TFRecordDataset).map(parsed).batch(batch)
+
+    return strategy.distribute_datasets_from_function(own)
+
+
+class Noting(keras.Model):
+    """Notes the inputs of each step, but for rows that stand for none."""
+
+    seen: list[list[float]]
+
+    def train_step(self, data: Any) -> Any:
+        strategy = tf.distribute.get_strategy()
+
+        def note(x: np.ndarray, empty: np.bool_) -> np.ndarray:
+            self.seen.append([] if empty else x.ravel().tolist())
+            return x
+
+        x = tf.numpy_function(note, [data[0], strategy.share.empty], tf.float32)
+        return super().train_step((tf.ensure_shape(x, [None, 1]), data[1]))
+
+
+def trained(
+    transport: str, make: str, folder: str, steps_per_execution: int
+) -> dict[str, Any]:
+    """Train for two epochs; tell what was seen, and checksums of the weights."""
+    strategy = tf_dgc.DenseStrategy(transport=transport)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        inputs = keras.Input((1,))
+        model = Noting(inputs, keras.layers.Dense(1)(inputs))
+        model.seen = []
+        sgd = keras.optimizers.SGD(1e-3)
+        model.compile(sgd, "mse", steps_per_execution=steps_per_execution)
+    dataset = {"file": by_file, "function": by_function}[make](strategy, folder)
+    model.fit(dataset, epochs=2, verbose=0)
+    if isinstance(dataset, tf.data.Dataset):
+        split = strategy.experimental_distribute_dataset(dataset)
+        looped = [x.numpy().ravel().tolist() for x, _ in split]
+        predicted = len(model.predict(dataset, verbose=0))
+    else:
+        looped = [x.numpy().ravel().tolist() for x, _ in dataset]
+        predicted = len(numbers())
+    weights = b"".join(each.tobytes() for each in model.get_weights())
+    return {
+        "seen": model.seen,
+        "looped": looped,
+        "predicted": predicted,
+        "crc": zlib.crc32(weights),
+    }

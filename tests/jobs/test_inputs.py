@@ -1,0 +1,39 @@
+"""Workers that have unequal shares of the data take the same number of steps."""
+
+import pathlib
+import tempfile
+
+import inputs
+import pool
+import pytest
+from absl.testing import parameterized
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+class UnequalTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("collective", "file", 1), ("horovod", "file", 3), ("collective", "function", 3)
+    )
+    def test_all_rows_are_seen_once_and_who_ends_first_takes_part(
+        self, transport: str, make: str, steps_per_execution: int
+    ) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            inputs.write(pathlib.Path(folder))
+            found = pool.run(
+                transport,
+                2,
+                "inputs",
+                "trained",
+                transport=transport,
+                make=make,
+                folder=folder,
+                steps_per_execution=steps_per_execution,
+            )
+        self.assertLen({each["crc"] for each in found}, 1)
+        for key, epochs in (("seen", 2), ("looped", 1)):
+            steps = [each[key] for each in found]
+            self.assertLen({len(own) for own in steps}, 1)
+            rows = [x for own in steps for step in own for x in step]
+            self.assertCountEqual(rows, inputs.numbers() * epochs)
+        self.assertEqual({each["predicted"] for each in found}, {len(rows)})
