@@ -24,25 +24,28 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
 
-import keras
-import numpy as np
-import tensorflow as tf
-from keras.src.trainers.data_adapters import py_dataset_adapter
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from keras.src.trainers.data_adapters import py_dataset_adapter  # noqa: E402
 
-from tf_dgc.strategies import data
+from tf_dgc.strategies import data  # noqa: E402
 
-SIDE, FILES, CLASSES = 224, 8, 4
+FILES, CLASSES = 8, 4
+LARGE, SIDE = 640, 224  # of images as they are stored, and as they are used
 AUTOTUNE = tf.data.AUTOTUNE
 decoded = [0]
 counting = [False]
 
 
 def note(image: Any) -> Any:
+    """Count an image."""
     decoded[0] += 1
     return image
 
 
 def decode(image: tf.Tensor) -> tf.Tensor:
+    """Decode and resize an image, and count it where images are counted."""
     if counting[0]:
         image = tf.numpy_function(note, [image], tf.string, stateful=False)
         image = tf.ensure_shape(image, [])
@@ -57,8 +60,8 @@ def write_images(folder: pathlib.Path, images: int) -> None:
         tf.io.TFRecordWriter(str(folder / f"{i}.tfrecord")) for i in range(FILES)
     ]
     for i in range(images):
-        coarse = random.integers(0, 255, (1, SIDE // 8, SIDE // 8, 3))
-        pixels = tf.cast(tf.image.resize(coarse, [SIDE, SIDE])[0], tf.uint8)
+        coarse = random.integers(0, 255, (1, LARGE // 8, LARGE // 8, 3))
+        pixels = tf.cast(tf.image.resize(coarse, [LARGE, LARGE])[0], tf.uint8)
         octets = tf.io.encode_jpeg(pixels).numpy()
         path = folder / "classes" / str(i % CLASSES) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +79,7 @@ def write_images(folder: pathlib.Path, images: int) -> None:
 
 
 def parse(record: tf.Tensor) -> Any:
+    """Return the image and label of a record."""
     features = {
         "image": tf.io.FixedLenFeature([], tf.string),
         "label": tf.io.FixedLenFeature([], tf.int64),
@@ -85,6 +89,7 @@ def parse(record: tf.Tensor) -> Any:
 
 
 def flip(image: tf.Tensor, label: tf.Tensor) -> Any:
+    """Augment an image, without a seed."""
     return tf.image.random_flip_left_right(image), label
 
 
@@ -145,9 +150,15 @@ def inputs(
     def scale(images: tf.Tensor, labels: tf.Tensor) -> Any:
         return images / 255, labels
 
+    def centred(images: tf.Tensor, labels: tf.Tensor) -> Any:
+        return images - tf.reduce_mean(images), labels
+
     return {
         "image_dataset_from_directory": shared(directory),
-        "the same, a map after it": shared(lambda: directory().map(scale)),
+        "the same, divided by 255 after it": shared(lambda: directory().map(scale)),
+        "the same, the mean of the batch after it": shared(
+            lambda: directory().map(centred)
+        ),
         "TFRecords": shared(lambda: tfrecords().batch(batch)),
         "TFRecords, flipped at random": shared(
             lambda: tfrecords().map(flip, AUTOTUNE).batch(batch)
@@ -158,7 +169,6 @@ def inputs(
     }
 
 
-@tf.autograph.experimental.do_not_convert
 def counted_decode_image(image: tf.Tensor, **_: Any) -> tf.Tensor:
     """Stand in for tf.image.decode_image, which Keras calls."""
     return decode(image)

@@ -85,6 +85,26 @@ PROVABLE: dict[str, Callable[[], tf.data.Dataset]] = {
     "options": lambda: (
         rows().map(double).with_options(tf.data.Options()).batch(4).take(3)
     ),
+    "rows of batches": lambda: (
+        rows()
+        .map(double)
+        .batch(4)
+        .map(lambda x, y: ((tf.cast(x, tf.float32) - [[1.0, 3.0]]) / 255.0, y), 2)
+        .map(lambda x, y: {"x": tf.maximum(x, 0.0), "y": tf.one_hot(y, 14)})
+        .prefetch(1)
+    ),
+    "images of batches": lambda: (
+        rows()
+        .map(lambda x, y: (tf.reshape(x, [1, 2, 1]), y))
+        .batch(4)
+        .map(lambda x, y: (tf.image.resize(x, [3, 3]), tf.expand_dims(y, -1)))
+    ),
+    "one tensor of batches": lambda: (
+        tf.data.Dataset.range(13)
+        .map(lambda x: x * x)
+        .batch(4)
+        .map(lambda x: tf.cast(x, tf.float32))
+    ),
     "stateless": lambda: (
         rows()
         .map(lambda x, y: (tf.numpy_function(np.sqrt, [x], x.dtype, False), y))
@@ -93,7 +113,27 @@ PROVABLE: dict[str, Callable[[], tf.data.Dataset]] = {
 }
 NOT_PROVABLE: dict[str, Callable[[], tf.data.Dataset]] = {
     "no map": lambda: rows().batch(4),
-    "map of batches": lambda: rows().map(double).batch(4).map(double),
+    "mean of batches": lambda: (
+        rows().map(double).batch(4).map(lambda x, y: (x - tf.reduce_mean(x), y))
+    ),
+    "reversed batches": lambda: (
+        rows().map(double).batch(4).map(lambda x, y: (x[::-1], y))
+    ),
+    "columns over rows": lambda: (
+        rows().map(double).batch(2).map(lambda x, y: (x + tf.cast(y, x.dtype), y))
+    ),
+    "constants by rows": lambda: (
+        rows()
+        .map(double)
+        .batch(2)
+        .map(lambda x, y: (x, y + tf.range(2, dtype=y.dtype)))
+    ),
+    "what is no row": lambda: (
+        rows().map(double).batch(4).map(lambda x, y: (x, tf.zeros([4])))
+    ),
+    "batches of a known size": lambda: (
+        rows().map(double).batch(4, drop_remainder=True).map(double)
+    ),
     "filter after": lambda: rows().map(double).filter(lambda x, y: y > 3).batch(4),
     "cached after": lambda: rows().map(double).cache().batch(4),
     "padded": lambda: rows().map(to_dict).padded_batch(4),
@@ -140,7 +180,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
         size = 3
         whole = made()
         epochs = [list(whole) for _ in range(2)]
-        for rank in range(size):
+        for rank in (0, 2):
             dataset = made()
             spec = dataset.element_spec
             own = split.share_of(dataset, rank, size)

@@ -4,7 +4,8 @@
     source -> batch(B) -> this worker's rows -> maps -> batch(its share of B)
 
 where each map depends on nothing but its element. What shuffles, repeats or shortens
-data between maps is moved before them. Anything else is left as it is.
+data between maps is moved before them. Maps of batches may follow that map each row for
+itself. Anything else is left as it is.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import provenance, slicing
+from tf_dgc.strategies import provenance, rowwise, slicing
 
 # Stateful operations that give the same for the same element.
 _READERS = (
@@ -50,7 +51,7 @@ class _Plan(NamedTuple):
             on, flat.
         batches: the dataset that makes batches of them.
         batch: their size, and whether what is left over is dropped.
-        above: what rearranges batches, the last first.
+        above: what rearranges batches or maps their rows, the last first.
     """
 
     source: tf.data.Dataset
@@ -84,7 +85,7 @@ def share_of(
     if plan is None:
         return None
     batch, drops = plan.batch
-    evidence = _evidence(plan)
+    evidence = _evidence(plan, dataset.element_spec)
 
     def choose(*parts: Any) -> Any:
         flat = tf.nest.flatten(parts)
@@ -107,7 +108,10 @@ def share_of(
     calls = _host.datasets.parallel_calls(plan.batches)
     own = own.batch(max(1, int(stop - start)), even, calls).map(_kept_rows)
     for each in reversed(plan.above):
-        own = _host.datasets.rearranged(each, own)
+        if _host.tensorflow.maps(each):
+            own = _mapped_rows(own, each)
+        else:
+            own = _host.datasets.rearranged(each, own)
     if (count := dataset.cardinality()) >= 0:
         own = own.apply(tf.data.experimental.assert_cardinality(count))
     return own.with_options(dataset.options())
@@ -149,7 +153,10 @@ def _plan(dataset: tf.data.Dataset) -> _Plan | None:
     node = dataset
     while (batch := _host.datasets.batch_of(node)) is None:
         # Orders of whole batches would be drawn anew by each `fit`.
-        if _host.datasets.shuffles(node) or not _host.datasets.rearranges(node):
+        rearranges = _host.datasets.rearranges(node) and not (
+            _host.datasets.shuffles(node)
+        )
+        if not (rearranges or _maps_rows(node)):
             return None
         above.append(node)
         (node,) = _host.tensorflow.inputs_of(node)
@@ -161,7 +168,20 @@ def _plan(dataset: tf.data.Dataset) -> _Plan | None:
     )
     if not maps or not sound:
         return None
+    for each in filter(_host.tensorflow.maps, reversed(above)):
+        (graph,) = _host.tensorflow.graphs_of(each)
+        origins = _origins(graph, origins)
     return _Plan(source, maps, origins, node, batch, above)
+
+
+def _maps_rows(dataset: tf.data.Dataset) -> bool:
+    if not _host.tensorflow.maps(dataset):
+        return False
+    (graph,) = _host.tensorflow.graphs_of(dataset)
+    (batches,) = _host.tensorflow.inputs_of(dataset)
+    flat = tf.nest.flatten(batches.element_spec)
+    dense = all(isinstance(each, tf.TensorSpec) for each in flat)
+    return dense and rowwise.maps_rows(graph, len(flat))
 
 
 def _chain(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Any, Any]:
@@ -197,6 +217,21 @@ def _mapped(rows: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
         lambda kept, element: (kept, _host.datasets.call(by, element)),
         num_parallel_calls=calls,
         # In any order they would be rows of other batches.
+        deterministic=None if calls is None else True,
+    )
+
+
+def _mapped_rows(rows: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
+    """Map the rows of batches, as a dataset maps whole ones."""
+    calls = _host.datasets.parallel_calls(by)
+
+    def mapped(*element: Any) -> Any:
+        is_tuple = isinstance(rows.element_spec, tuple)
+        return _host.datasets.call(by, element if is_tuple else element[0])
+
+    return rows.map(
+        mapped,
+        num_parallel_calls=calls,
         deterministic=None if calls is None else True,
     )
 
@@ -248,10 +283,13 @@ def _origins(graph: Any, before: list[frozenset[int]]) -> list[frozenset[int]]:
     return [found[tensor.ref()] for tensor in graph.outputs]
 
 
-def _evidence(plan: _Plan) -> list[int]:
-    """Return which parts of the source's elements targets depend on, and not chance."""
-    (elements,) = _host.tensorflow.inputs_of(plan.batches)
-    spec = elements.element_spec
+def _evidence(plan: _Plan, spec: Any) -> list[int]:
+    """Return which parts of the source's elements targets depend on, and not chance.
+
+    Args:
+        plan: how batches are made.
+        spec: of batches.
+    """
     if not isinstance(spec, tuple) or len(spec) < 2:
         return []
     begin, count = (
