@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Count the images that each worker decodes in an epoch, and time it.
+"""Count the images that each worker decodes in an epoch, and what that costs.
 
     scripts/bench_input.py
     scripts/bench_input.py --images 2048 --workers 1 2 4 8 --json input.json
@@ -7,7 +7,8 @@
 The workers are taken one after another in this process, each alone on the machine, as
 they would be on machines of their own; nothing is trained. For each kind of input and
 number of workers it prints what the worker that has most to do decodes, how many times
-its part that is, and how long an epoch takes it.
+its part that is, and the seconds of all processors together that an epoch takes it,
+which other load on the machine hardly changes.
 """
 
 import argparse
@@ -177,15 +178,15 @@ def counted_decode_image(image: tf.Tensor, **_: Any) -> tf.Tensor:
 def epochs(
     make: Callable[[int, int], tf.data.Dataset], size: int
 ) -> Iterator[tuple[int, float]]:
-    """Yield what each worker decodes, and the seconds that an epoch takes it."""
+    """Yield what each worker decodes, and the processor seconds of an epoch."""
     for rank in range(size):
         figures = []
         for counting[0] in (True, False):
             dataset = make(rank, size)
-            decoded[0], begin = 0, time.perf_counter()
+            decoded[0], begin = 0, time.process_time()
             for _ in dataset:
                 pass
-            figures.append((decoded[0], time.perf_counter() - begin))
+            figures.append((decoded[0], time.process_time() - begin))
         yield figures[0][0], figures[1][1]
 
 
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         write_images(folder, options.images)
-        print("| input | workers | images decoded by one | times its part | seconds |")
+        print("| input | workers | decoded by one | times its part | seconds |")
         print("|---|---|---|---|---|")
         for kind, make in inputs(folder, options.batch).items():
             for size in options.workers:
