@@ -87,7 +87,14 @@ def hosts() -> dict[str, ast.Module]:
 
 def wanted() -> list[tuple[Any, str]]:
     """Return all private names, with the object or class that must have each."""
-    parts = (_host.tensorflow, _host.distribute, _host.keras, _host.hooks)
+    parts = (
+        _host.datasets,
+        _host.distribute,
+        _host.hooks,
+        _host.iterators,
+        _host.keras,
+        _host.tensorflow,
+    )
     return [each for part in parts for each in part.wanted()]
 
 

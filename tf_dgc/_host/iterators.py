@@ -16,16 +16,12 @@ with probe.imports():
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
     owned = getattr(iterator_ops, "OwnedIterator", None)
-    spec = getattr(iterator_ops, "IteratorSpec", None)
     return [
         (iterator_ops, "IteratorSpec"),
         (iterator_ops, "OwnedIterator"),
         (owned, "_element_spec"),
         (owned, "_flat_output_shapes"),
         (owned, "_next_internal"),
-        (owned, "_type_spec"),
-        (spec, "_from_components"),
-        (spec, "_serialize"),
     ]
 
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import provenance, split
 from tf_dgc.strategies.slicing import is_nothing, rows_of
+from tf_dgc.strategies.split import Note
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import require
 
@@ -43,11 +44,11 @@ class FirstTargets:
             )
             self.compared = tf.Variable(False, trainable=False, synchronization=own)
 
-    def begin(self) -> Callable[[list[tf.Tensor]], None]:
+    def begin(self) -> Note:
         """Begin anew, with a dataset.
 
         Returns:
-            What looks at tensors of its batches.
+            What looks at its batches, by a function that returns tensors of one.
         """
         self._count += 1
         number = self._count
@@ -55,21 +56,19 @@ class FirstTargets:
         self.mark.assign(0)
         self.compared.assign(False)
 
-        def take(parts: list[tf.Tensor]) -> None:
+        def look(read: Callable[[], list[tf.Tensor]]) -> None:
             # An iterator of another dataset may still read ahead.
-            self._take((self._current == number) & (self.mark == 0), parts)
+            new = (self._current == number) & (self.mark == 0)
+            tf.cond(new, lambda: self._take(read()), lambda: None)
 
-        return take
+        return look
 
-    def _take(self, new: tf.Tensor, parts: list[tf.Tensor]) -> None:
-        def note() -> None:
+    def _take(self, parts: list[tf.Tensor]) -> None:
+        if parts:
             texts = [tf.io.serialize_tensor(part) for part in parts]
             hashes = tf.strings.to_hash_bucket_fast(tf.stack(texts), 2**31 - 1)
             weights = tf.range(1, 2 * len(parts), 2, tf.int64)
             self.mark.assign(1 + tf.reduce_sum(hashes * weights))
-
-        if parts:
-            tf.cond(new, note, lambda: None)
 
     def compare(self, transport: Transport) -> None:
         """Compare what was read before the first step with that of other workers.
@@ -167,7 +166,7 @@ def _own_rows(
     dataset: tf.data.Dataset,
     rank: int,
     size: int,
-    note: Callable[[list[tf.Tensor]], None] | None,
+    note: Note | None,
 ) -> tf.data.Dataset:
     """Take rows of whole batches."""
     spec = dataset.element_spec
@@ -175,7 +174,7 @@ def _own_rows(
 
     def own_rows(*element: Any) -> Any:
         if note is not None and len(element) > 1:
-            note(_known(element[1], random[1]))
+            note(lambda: _known(element[1], random[1]))
         return rows_of(spec, element, rank, size)
 
     return dataset.map(own_rows)

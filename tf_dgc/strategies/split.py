@@ -35,6 +35,9 @@ _CHEAP = ("DecodeBase64", "DecodeRaw")
 # A path without the folders that each machine may have its own of.
 _END_OF_PATH = r"^.*/([^/]*/[^/]*)$"
 
+# Looks at what a function returns, where it is to.
+Note = Callable[[Callable[[], list[tf.Tensor]]], None]
+
 # Each goes on drawing orders where it was left when it is asked for again.
 _shuffled: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = (
     weakref.WeakKeyDictionary()
@@ -66,7 +69,7 @@ def share_of(
     dataset: tf.data.Dataset,
     rank: int,
     size: int,
-    note: Callable[[list[tf.Tensor]], None] | None = None,
+    note: Note | None = None,
 ) -> tf.data.Dataset | None:
     """Return a worker's rows of global batches, without making those of others.
 
@@ -74,8 +77,8 @@ def share_of(
         dataset: of global batches.
         rank: of this worker.
         size: N.
-        note: gets, of each global batch, what the targets are made of; that is the
-            same on all workers that read the same data.
+        note: gets, for each global batch, a function that returns what its targets are
+            made of; that is the same on all workers that read the same data.
 
     Returns:
         The rows that `slicing.rows_of` takes of each batch; None where that cannot be
@@ -90,7 +93,7 @@ def share_of(
     def choose(*parts: Any) -> Any:
         flat = tf.nest.flatten(parts)
         if note is not None and evidence:
-            note([_end_of_path(flat[i]) for i in evidence])
+            note(lambda: [_end_of_path(flat[i]) for i in evidence])
         count = tf.shape(flat[0], tf.int64)[0]
         start, stop = slicing.bounds(count, rank, size)
         # Where there is none, one takes its place until they are batches again.
@@ -106,7 +109,8 @@ def share_of(
     start, stop = slicing.bounds(tf.constant(batch, tf.int64), rank, size)
     even = drops and batch % size == 0
     calls = _host.datasets.parallel_calls(plan.batches)
-    own = own.batch(max(1, int(stop - start)), even, calls).map(_kept_rows)
+    in_order = None if calls is None else True
+    own = own.batch(max(1, int(stop - start)), even, calls, in_order).map(_kept_rows)
     for each in reversed(plan.above):
         if _host.tensorflow.maps(each):
             own = _mapped_rows(own, each)
