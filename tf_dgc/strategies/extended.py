@@ -245,9 +245,9 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             f"global batches, and keeps its own: {'; '.join(work)}. So input takes as "
             "long as on one worker. Rows are chosen earlier where only such `map`s as "
             "depend on nothing but their element, without a seed or Python code, stand "
-            "between this and `batch`, and none after it. Or set AutoShardPolicy.FILE, "
-            "where files are read by a dataset, or let each worker make its own data: "
-            "`strategy.distribute_datasets_from_function`"
+            "between the source and `batch`, and after it such as treat each row alone. "
+            "Or set AutoShardPolicy.FILE, where a dataset reads files, or let each "
+            "worker make its own data: `strategy.distribute_datasets_from_function`"
         )
 
     def _meeting_of(
