@@ -245,7 +245,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             f"global batches, and keeps its own: {'; '.join(work)}. So input takes as "
             "long as on one worker. Rows are chosen earlier where only such `map`s as "
             "depend on nothing but their element, without a seed or Python code, stand "
-            "between the source and `batch`, and after it such as treat each row alone. "
+            "between the source and `batch`, and after it such as map rows alone. "
             "Or set AutoShardPolicy.FILE, where a dataset reads files, or let each "
             "worker make its own data: `strategy.distribute_datasets_from_function`"
         )
