@@ -204,11 +204,13 @@ def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     try:
         own, divided = _host.datasets.auto_sharded(dataset, size, rank)
     except tf.errors.OpError as error:
+        told = error.message.rpartition("}} ")[2].partition("input:")[0]
+        told = " ".join(told.replace("goo.gle/debugstr", "").split())
         raise ValueError(
             f"`AutoShardPolicy.{_Policy(policy).name}` needs files that are read by "
             "TFRecordDataset, TextLineDataset or the like, or by `interleave` of such. "
             "Where `map` reads them, leave AUTO. Received: "
-            f"{error.message.partition('goo.gle')[0].strip()[-300:]}"
+            f"{told[:300]}"
         ) from error
     files = min(_lengths_of_lists(dataset), default=size)
     if policy == _Policy.FILE and files < size:
