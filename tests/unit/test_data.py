@@ -1,6 +1,7 @@
 """Tests of how batches are shared out."""
 
 import threading
+import time
 import unittest
 from collections.abc import Iterable
 from typing import Any
@@ -258,10 +259,10 @@ class FirstTargetsTest(parameterized.TestCase, tf.test.TestCase):
                     share = data.share_of(
                         make(transport.rank), transport.rank, 2, first
                     )
-                next(iter(share))
+                batch = tf.nest.flatten(next(iter(share)))
                 try:
-                    first.compare(transport)
-                    first.compare(transport)  # only once
+                    first.compare(transport, batch)
+                    first.compare(transport, batch)  # only once
                     errors.append("")
                 except tf.errors.InvalidArgumentError as error:
                     errors.append(error.message)
@@ -316,6 +317,36 @@ class FirstTargetsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(int(first.mark), 0)
         next(iter(new))
         self.assertNotEqual(int(first.mark), 0)
+
+    def test_a_step_that_reads_its_batch_itself_reads_before_it_compares(self) -> None:
+        class Marks:
+            """A transport that keeps what is gathered."""
+
+            found = tf.Variable(-1, dtype=tf.int64)
+
+            def all_gather(self, mark: tf.Tensor, name: str) -> tf.Tensor:
+                self.found.assign(mark)
+                return mark[None]
+
+        def slowly(value: tf.Tensor) -> tf.Tensor:
+            time.sleep(0.2)
+            return value
+
+        def slow(x: tf.Tensor, y: tf.Tensor) -> Any:
+            x = tf.py_function(slowly, [x], x.dtype)
+            return tf.ensure_shape(x, []), y
+
+        first = data.FirstTargets()
+        x = np.arange(8.0)
+        share = data.share_of(self.batches(x, x, slow), 0, 2, first)
+
+        @tf.function
+        def step(batches: Any) -> None:
+            first.compare(Marks(), tf.nest.flatten(next(batches)))
+
+        step(iter(share))
+        self.assertNotEqual(int(Marks.found), 0)
+        self.assertEqual(int(Marks.found), int(first.mark))
 
     def test_nothing_is_compared_where_there_are_no_targets(self) -> None:
         def make(rank: int) -> tf.data.Dataset:

@@ -291,7 +291,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         workers = self._mesh.replicas
         self._warn(optimizers.warnings_about(optimizer, workers, self._config))
         if not self._transport.alone:
-            self.extended.first_targets.compare(self._transport)
+            given = [g for g, _ in pairs if g is not None]
+            given = tf.nest.flatten(given, expand_composites=True)
+            self.extended.first_targets.compare(self._transport, given)
         variables = [v for g, v in pairs if g is not None]
         for variable in variables:  # some are changed in the exchange itself
             self.extended.refuse_foreign(variable)

@@ -1,6 +1,6 @@
 """Each worker's share of a dataset of global batches. Pure tf.data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -70,8 +70,13 @@ class FirstTargets:
             weights = tf.range(1, 2 * len(parts), 2, tf.int64)
             self.mark.assign(1 + tf.reduce_sum(hashes * weights))
 
-    def compare(self, transport: Transport) -> None:
+    def compare(self, transport: Transport, of: Sequence[tf.Tensor]) -> None:
         """Compare what was read before the first step with that of other workers.
+
+        Args:
+            transport: of the strategy.
+            of: what was computed of the first batch. Nothing else tells TensorFlow
+                that a step which reads its batch itself reads before it compares.
 
         Raises:
             tf.errors.InvalidArgumentError: it differs; on all workers.
@@ -90,7 +95,9 @@ class FirstTargets:
             alike = tf.reduce_all(found == found[0])
             require(alike, lambda: [text, found], summarize=-1)
 
-        tf.cond(self.compared, lambda: None, gather)
+        with tf.control_dependencies(of):
+            compared = self.compared.read_value()
+            tf.cond(compared, lambda: None, gather)
 
 
 def _known(targets: Any, random: Any) -> list[tf.Tensor]:
