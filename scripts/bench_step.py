@@ -106,6 +106,7 @@ class Training:
         return found.applies
 
     def _apply(self, messages: Any) -> None:
+        from tf_dgc.exchanges import applied
         from tf_dgc.exchanges.compressed import message_format
         from tf_dgc.transports import sums
 
@@ -114,7 +115,8 @@ class Training:
         form = message_format(exchange.layout, sparsity, self.config, WORKERS)
         _, positions, values = sums.receive(form, messages)
         own = [v for v in self.variables if len(v.shape) > 1]
-        exchange._subtract(own, sums.Sparse(positions, values))
+        sent = sums.Sparse(positions, values)
+        applied.subtract(own, exchange.layout, sent, [form.slots])
 
     def messages(self) -> Any:
         """Returns messages that four workers could have sent in one step."""

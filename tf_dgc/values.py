@@ -106,6 +106,14 @@ def require(
     return tf.cond(ok, lambda: tf.constant(True), refuse)
 
 
+def one_of(branches: Sequence[Callable[[], Any]], number: tf.Tensor | None) -> Any:
+    """Return what the branch of a number, shape [], int32, returns.
+
+    Shapes that differ between them become unknown. Of one branch there is no number.
+    """
+    return branches[0]() if len(branches) == 1 else tf.switch_case(number, branches)
+
+
 def _parts(gradients: Sequence[Any]) -> list[tf.Tensor]:
     return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 

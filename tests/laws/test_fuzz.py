@@ -312,9 +312,9 @@ class SentTest(tf.test.TestCase):
         message = dgc.send(
             residual,
             sparsify.peaks(residual),
-            form=form,
+            forms=[form],
             layout=layout,
-            sparsity=sparsity,
+            sparsities=[sparsity],
             config=config,
             step=tf.constant(seed, tf.int64),
         )

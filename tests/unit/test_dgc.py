@@ -22,7 +22,7 @@ from tf_dgc.compression import selection as sparsify
 from tf_dgc.compression.arena import Layout
 from tf_dgc.compression.dgc import Momentum, Selection, State
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import Compressed, Place, inplace
+from tf_dgc.exchanges import Compressed, Place, applied, inplace
 from tf_dgc.exchanges.figures import Clock
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.sums import Sparse
@@ -64,9 +64,12 @@ def clip(gradients: list, clip_norm: float, workers: int) -> list:
     return [values_lib.scaled(gradient, scale) for gradient in gradients]
 
 
-def select(state: State, *args: Any) -> Selection:
+def select(
+    state: State, layout: Layout, sparsity: float, config: DGCConfig, step: tf.Tensor
+) -> Selection:
     peaks = sparsify.peaks(state.residual)
-    return dgc.select(state.residual, peaks, *args)
+    plan = sparsify.plan(layout, sparsity, config.sample_fraction)
+    return dgc.select(state.residual, peaks, layout, plan, config, step)
 
 
 def stored(layout: Layout, state: State, masking: bool = True) -> Compressed:
@@ -198,7 +201,6 @@ class InPlaceTest(tf.test.TestCase):
     ) -> None:
         layout = layout_of(*table)
         random = np.random.default_rng(seed)
-        state = stored(layout, random_state(layout, seed))
         positions = np.full([workers, slots], layout.size)
         values = np.zeros([workers, slots], np.float32)
         summed = np.zeros(layout.size, np.float32)
@@ -219,7 +221,7 @@ class InPlaceTest(tf.test.TestCase):
         self.assertEqual(total.numpy().tobytes(), summed.tobytes())
         tensors = layout_lib.unflatten(layout, tf.constant(summed))
         weights = [tf.Variable(tf.ones(tensor.shape)) for tensor in tensors]
-        state._subtract(weights, sent)
+        applied.subtract(weights, layout, sent, [slots])
         expected = layout_lib.unflatten(layout, tf.constant(changed))
         for found, tensor in zip(weights, expected, strict=True):
             self.assertAllEqual(found, tensor)
@@ -322,9 +324,9 @@ class SelectTest(tf.test.TestCase):
             message = dgc.send(
                 residual,
                 sparsify.peaks(residual),
-                form=form,
+                forms=[form],
                 layout=layout,
-                sparsity=0.5,
+                sparsities=[0.5],
                 config=config,
                 step=STEP,
             )

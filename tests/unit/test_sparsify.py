@@ -1,7 +1,5 @@
 """Tests of the selection."""
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
@@ -39,8 +37,15 @@ def normal(layout: Layout, seed: int, scales: list[float] | None = None) -> list
     ]
 
 
-def thresholds(arena: tf.Tensor, *args: Any) -> tf.Tensor:
-    return sparsify.thresholds(arena, sparsify.peaks(arena), *args)
+def thresholds(
+    arena: tf.Tensor,
+    layout: Layout,
+    sparsity: float,
+    sample_fraction: float,
+    step: tf.Tensor,
+) -> tf.Tensor:
+    plan = sparsify.plan(layout, sparsity, sample_fraction)
+    return sparsify.thresholds(arena, sparsify.peaks(arena), layout, plan, step)
 
 
 def select(
@@ -378,6 +383,35 @@ class SampledThresholdsTest(tf.test.TestCase):
             peaks = sparsify.peaks(arena)
             expected = sparsify.select(arena, peaks, layout, threshold, slots, step)
             self.assertAllEqual(positions(step), expected[0])
+
+
+class PlanTest(tf.test.TestCase):
+    @settings(steady, max_examples=10)
+    @given(
+        tables,
+        st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99, 0.999]), min_size=2),
+        st.sampled_from([0.01, 1.0]),
+        st.integers(0, 2**31),
+    )
+    def test_one_that_is_chosen_in_the_graph_selects_the_same(
+        self, table: list, several: list[float], fraction: float, seed: int
+    ) -> None:
+        layout = layout_of(*table, (100, 200))
+        arena = arena_of(layout, normal(layout, seed))
+        plans = [sparsify.plan(layout, each, fraction) for each in several]
+        step, peaks = tf.constant(seed, tf.int64), sparsify.peaks(arena)
+
+        def chosen(plan: sparsify.Plan) -> tuple[tf.Tensor, ...]:
+            threshold = sparsify.thresholds(arena, peaks, layout, plan, step)
+            args = arena, peaks, layout, threshold, plan.slots, step
+            return threshold, *sparsify.select(*args)
+
+        shared = tf.function(lambda number: chosen(sparsify.one_of(plans, number)))
+        for number, plan in enumerate(plans):
+            found = shared(tf.constant(number))
+            for part, expected in zip(found, chosen(plan), strict=True):
+                self.assertAllEqual(part, expected)
+        self.assertEqual(shared.experimental_get_tracing_count(), 1)
 
 
 class PeaksTest(tf.test.TestCase):

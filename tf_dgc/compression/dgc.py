@@ -19,6 +19,7 @@ References:
     https://arxiv.org/abs/1712.01887
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ import tensorflow as tf
 from tf_dgc.compression import arena, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
-from tf_dgc.values import half_square
+from tf_dgc.values import half_square, one_of
 
 
 class Momentum(NamedTuple):
@@ -135,7 +136,7 @@ def select(
     residual: tf.Tensor,
     peaks: tf.Tensor,
     layout: Layout,
-    sparsity: float,
+    plan: selection.Plan,
     config: DGCConfig,
     step: tf.Tensor,
 ) -> Selection:
@@ -145,20 +146,17 @@ def select(
         residual: v after `accumulate`.
         peaks: `selection.peaks` of it.
         layout: of the arena.
-        sparsity: of the present stage; 0 selects everything.
-        config: `sample_fraction` and `value_dtype` count.
+        plan: of the present stage.
+        config: `value_dtype` counts.
         step: shape [], int64.
 
     Returns:
         The selection, its values rounded to `config.value_dtype` but never to infinity;
         float16 with the exponent that brings the largest near the end of its range.
     """
-    slots = selection.slots_per_segment(layout, sparsity)
-    threshold = selection.thresholds(
-        residual, peaks, layout, sparsity, config.sample_fraction, step
-    )
+    threshold = selection.thresholds(residual, peaks, layout, plan, step)
     positions, values = selection.select(
-        residual, peaks, layout, threshold, slots, step
+        residual, peaks, layout, threshold, plan.slots, step
     )
     value_dtype, exponent = tf.as_dtype(config.value_dtype), tf.zeros([], tf.int32)
     if value_dtype == tf.float16:
@@ -179,30 +177,39 @@ def send(
     residual: tf.Tensor,
     peaks: tf.Tensor,
     *,
-    form: message.Format,
+    forms: Sequence[message.Format],
     layout: Layout,
-    sparsity: float,
+    sparsities: Sequence[float],
     config: DGCConfig,
     step: tf.Tensor,
+    stage: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Write this worker's message of a step.
 
     Args:
         residual: v after `accumulate`.
         peaks: `selection.peaks` of it.
-        form: what `message_format` chose; without slots, the residual goes densely.
+        forms: what `message_format` chose for each of some stages. One without slots
+            stands alone: the residual goes densely.
         layout: of the arena.
-        sparsity: of the present stage.
-        config: what `select` takes.
+        sparsities: of these stages.
+        config: `sample_fraction` and `value_dtype` count.
         step: shape [], int64.
+        stage: the number of the present one, shape [], int32; None where there is one.
 
     Returns:
         The message, shape [form.words], int32.
     """
-    if form.slots:
-        chosen = select(residual, peaks, layout, sparsity, config, step)
+    if forms[0].slots:
+        plans = [
+            selection.plan(layout, sparsity, config.sample_fraction)
+            for sparsity in sparsities
+        ]
+        plan = selection.one_of(plans, stage)
+        chosen = select(residual, peaks, layout, plan, config, step)
     else:
-        nothing = tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
+        nothing = tf.zeros([0], tf.int64), tf.zeros([0], forms[0].value_dtype)
         chosen = Selection(*nothing, tf.zeros([], tf.int32))
-    checksum = arena.checksum(layout)
-    return message.pack(form, *chosen, checksum=checksum, step=step)
+    own = {"checksum": arena.checksum(layout), "step": step}
+    write = [functools.partial(message.pack, form, *chosen, **own) for form in forms]
+    return one_of(write, stage)

@@ -3,12 +3,14 @@
 Thresholds are sampled, selection by them is exact.
 
 Axes: P arena elements, L = P / LINE lines of them, B = P / BLOCK blocks, T tensors,
-K message slots, C candidates.
+K message slots, C candidates. Plans of several sparsities share one graph: numbers of
+theirs may be tensors.
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -55,68 +57,121 @@ def slots_per_segment(layout: Layout, sparsity: float) -> list[int]:
     return [max(1, round(s.size * (1.0 - sparsity))) for s in layout.segments]
 
 
-def thresholds(
-    arena: tf.Tensor,
-    peaks: tf.Tensor,
-    layout: Layout,
-    sparsity: float,
-    sample_fraction: float,
-    step: tf.Tensor,
-) -> tf.Tensor:
-    """Estimate, for each tensor, the magnitude that `1 - sparsity` of it exceeds.
+class Sample(NamedTuple):
+    """How each tensor of a size is sampled: integers, or int64 of shape []."""
 
-    Halfway from the k-th largest magnitude of a sample to the next: of as many lines
-    each, one is taken, another one at every step. The sample is `sample_fraction` of
-    the tensor, more where that would leave fewer than MIN_SAMPLED_ABOVE above the
-    threshold, and then, for small tensors, all of it: their thresholds are exact.
-    Tensors of one size are looked at together.
+    lines: Any  # of each tensor
+    stride: Any  # one line of so many
+    above: Any  # how many elements are to exceed the threshold; 0 where all of it may
+    depth: Any  # lines of a group
+    groups: Any  # that may hold these elements
+    ordered: Any  # how many of what they hold
+
+
+class Plan(NamedTuple):
+    """What is to be selected at a sparsity; arrays, or tensors on the host."""
+
+    alike: tuple[tuple[int, ...], ...]  # the tensors of each of S sizes
+    samples: Any  # a Sample for each size: shape [S, 6], int64
+    slots: Any  # of each tensor: shape [T], int64; K together
+
+
+def plan(layout: Layout, sparsity: float, sample_fraction: float) -> Plan:
+    """Find out beforehand what is to be selected.
 
     Args:
-        arena: shape [P], float32, the residual v.
-        peaks: of the arena, shape [L].
         layout: T segments.
         sparsity: fraction not sent.
-        sample_fraction: in (0, 1].
-        step: shape [], int64.
-
-    Returns:
-        shape [T], float32, positive.
+        sample_fraction: of each tensor, in (0, 1]. More is looked at where that would
+            leave fewer than MIN_SAMPLED_ABOVE above the threshold, and then, of small
+            tensors, all: their thresholds are exact.
     """
     by_size: dict[int, list[int]] = {}
     for i, segment in enumerate(layout.segments):
         by_size.setdefault(segment.size, []).append(i)
     slots = slots_per_segment(layout, sparsity)
+    samples = [
+        _sample(size, slots[own[0]], sample_fraction) for size, own in by_size.items()
+    ]
+    return Plan(
+        tuple(tuple(own) for own in by_size.values()),
+        np.array(samples, np.int64).reshape([-1, len(Sample._fields)]),
+        np.array(slots, np.int64),
+    )
+
+
+def _sample(size: int, slots: int, sample_fraction: float) -> Sample:
+    if slots >= size:
+        return Sample(1, 1, 0, 1, 1, 1)
+    least = MIN_SAMPLED_ABOVE * size / slots
+    stride = max(1, int(size / max(size * sample_fraction, least, MIN_SAMPLED)))
+    lines = -(-size // BLOCK) * BLOCK // LINE // stride
+    k = slots if stride == 1 else max(1, round(slots * lines * LINE / size))
+    # The k largest are in the k groups of lines that have the largest peaks. Least is
+    # looked at where there are as many groups as elements in k of them.
+    depth = max(1, 2 ** round(math.log2(lines / (LINE * k)) / 2))
+    depth = min(depth, BLOCK // LINE, lines)
+    groups = min(k + 1, lines // depth)
+    return Sample(lines, stride, k, depth, groups, min(k + 1, groups * depth * LINE))
+
+
+def one_of(plans: Sequence[Plan], number: tf.Tensor | None = None) -> Plan:
+    """Return the plan of a number, shape []; it need not be known beforehand."""
+    if len(plans) == 1:
+        return plans[0]
+    with tf.device("CPU:0"):  # where shapes are
+        samples = tf.constant(np.stack([each.samples for each in plans]))[number]
+        slots = tf.constant(np.stack([each.slots for each in plans]))[number]
+    return Plan(plans[0].alike, samples, slots)
+
+
+def thresholds(
+    arena: tf.Tensor, peaks: tf.Tensor, layout: Layout, plan: Plan, step: tf.Tensor
+) -> tf.Tensor:
+    """Estimate, for each tensor, the magnitude that `1 - sparsity` of it exceeds.
+
+    Halfway from the k-th largest magnitude of a sample to the next: of as many lines
+    each, one is taken, another one at every step. Tensors of one size are looked at
+    together.
+
+    Args:
+        arena: shape [P], float32, the residual v.
+        peaks: of the arena, shape [L].
+        layout: T segments.
+        plan: of a sparsity.
+        step: shape [], int64.
+
+    Returns:
+        shape [T], float32, positive.
+    """
     found = [tf.zeros([0])]
-    for size, own in by_size.items():
-        if slots[own[0]] >= size:
-            found.append(tf.fill([len(own)], SMALLEST))
-            continue
-        wanted = max(
-            size * sample_fraction,
-            MIN_SAMPLED_ABOVE * size / slots[own[0]],
-            MIN_SAMPLED,
-        )
-        stride = max(1, int(size / wanted))
-        lines = -(-size // BLOCK) * BLOCK // LINE // stride
-        k = slots[own[0]]
-        places = tf.range(lines, dtype=tf.int64)
-        if stride > 1:
-            k = max(1, round(k * lines * LINE / size))
-            # Multiples of the golden ratio: rows of no length can fool the sample.
-            golden = tf.bitwise.bitwise_and(places * 0x9E3779B9, 0xFFFFFFFF)
-            shift = tf.bitwise.right_shift(golden * stride, 32)
-            places = places * stride + (shift + step * 7919) % stride
+    with tf.device("CPU:0"):
+        known = plan.samples
+        is_known = isinstance(known, np.ndarray)
+        rows = known.tolist() if is_known else map(tf.unstack, tf.unstack(known))
+        samples = [Sample(*row) for row in rows]
+    for own, sample in zip(plan.alike, samples, strict=True):
+        all_of_it = tf.fill([len(own)], SMALLEST)
         first = [[layout.segments[i].offset // LINE] for i in own]
-        places += tf.constant(first, tf.int64)
-        found.append(_halfway(arena, peaks, places, k))
-    order = [i for own in by_size.values() for i in own]
+        if tf.is_tensor(sample.above):
+            halfway = _halfway(arena, peaks, first, sample, step)
+            found.append(tf.where(sample.above > 0, halfway, all_of_it))
+        elif sample.above:
+            found.append(_halfway(arena, peaks, first, sample, step))
+        else:
+            found.append(all_of_it)
+    order = [i for own in plan.alike for i in own]
     return tf.gather(tf.concat(found, axis=0), np.argsort(order))
 
 
 def _halfway(
-    arena: tf.Tensor, peaks: tf.Tensor, places: tf.Tensor, k: int
+    arena: tf.Tensor,
+    peaks: tf.Tensor,
+    first: Sequence[Sequence[int]],
+    sample: Sample,
+    step: tf.Tensor,
 ) -> tf.Tensor:
-    """Return what is between the k-th magnitude and the next, of lines of n tensors.
+    """Return what is between the k-th magnitude of a sample and the next.
 
     Were it the k-th itself, that element would never exceed it, and go first wherever
     there are too many for a message.
@@ -124,25 +179,39 @@ def _halfway(
     Args:
         arena: shape [P].
         peaks: of the arena, shape [L].
-        places: N lines of each tensor, shape [n, N].
-        k: at most as many as the elements of N lines.
+        first: the first line of each of n tensors, shape [n, 1].
+        sample: of their size.
+        step: shape [], int64.
 
     Returns:
         shape [n], positive.
     """
-    # The k largest are in the k groups of lines that have the largest peaks. Least is
-    # looked at where there are as many groups as elements in k of them.
-    tensors, lines = places.shape
-    depth = max(1, 2 ** round(math.log2(lines / (LINE * k)) / 2))
-    depth = min(depth, BLOCK // LINE, lines)
-    groups = tf.reshape(places[:, : lines // depth * depth], [tensors, -1, depth])
+    lines, stride, k, depth, count, ordered = sample
+    with tf.device("CPU:0"):
+        used = lines // depth * depth
+        shape = [len(first), -1, depth]
+        before = k - 1
+        if tf.is_tensor(depth):
+            shape = tf.stack([len(first), -1, tf.cast(depth, tf.int32)])
+            before = tf.cast(before, tf.int32)
+            count, ordered = tf.cast(count, tf.int32), tf.cast(ordered, tf.int32)
+            used = tf.cast(used, tf.int32)
+    places = tf.range(tf.cast(lines, tf.int64), dtype=tf.int64)
+    if tf.is_tensor(stride) or stride > 1:
+        # Multiples of the golden ratio: rows of no length can fool the sample.
+        golden = tf.bitwise.bitwise_and(places * 0x9E3779B9, 0xFFFFFFFF)
+        shift = tf.bitwise.right_shift(golden * stride, 32)
+        places = places * stride + (shift + step * 7919) % stride
+    places += tf.constant(first, tf.int64)
+    groups = tf.reshape(places[:, :used], shape)
     largest = tf.reduce_max(tf.gather(peaks, groups), axis=2)
-    best = tf.math.top_k(largest, min(k + 1, lines // depth), sorted=False).indices
+    best = tf.math.top_k(largest, count, sorted=False).indices
     chosen = tf.gather(groups, best, batch_dims=1)
     elements = tf.gather(tf.reshape(arena, [-1, LINE]), chosen)
-    magnitudes = tf.reshape(tf.abs(elements), [tensors, -1])
-    ordered = tf.math.top_k(magnitudes, min(k + 1, magnitudes.shape[1])).values
-    return tf.maximum(0.5 * ordered[:, k - 1] + 0.5 * ordered[:, -1], SMALLEST)
+    magnitudes = tf.reshape(tf.abs(elements), [len(first), -1])
+    strongest = tf.math.top_k(magnitudes, ordered).values
+    middle = 0.5 * strongest[:, before] + 0.5 * strongest[:, -1]
+    return tf.maximum(middle, SMALLEST)
 
 
 def select(
@@ -150,7 +219,7 @@ def select(
     peaks: tf.Tensor,
     layout: Layout,
     threshold: tf.Tensor,
-    slots: Sequence[int],
+    slots: Any,
     step: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Select the elements that reach their own tensor's threshold.
@@ -164,7 +233,7 @@ def select(
         peaks: of the arena, shape [L].
         layout: T segments.
         threshold: shape [T], float32, positive.
-        slots: each tensor's own, T; K together.
+        slots: each tensor's own, shape [T], int64; K together.
         step: shape [], int64.
 
     Returns:
@@ -188,7 +257,8 @@ def select(
         best = strongest(candidates, values, layout, slots, step)
         return tf.gather(candidates, best), tf.gather(values, best)
 
-    crowded = tf.size(candidates, tf.int64) > sum(slots)
+    slots = tf.convert_to_tensor(slots, tf.int64)
+    crowded = tf.size(candidates, tf.int64) > tf.reduce_sum(slots)
     found = tf.cond(crowded, kept, lambda: (candidates, values))
     for part in found:
         part.set_shape([None])
@@ -199,7 +269,7 @@ def strongest(
     positions: tf.Tensor,
     values: tf.Tensor,
     layout: Layout,
-    slots: Sequence[int],
+    slots: Any,
     step: tf.Tensor,
 ) -> tf.Tensor:
     """Choose among more candidates than there are slots.
@@ -213,15 +283,15 @@ def strongest(
         positions: of the candidates in the arena, shape [C], int64, ascending.
         values: what is there, shape [C], float32.
         layout: T segments.
-        slots: of each tensor, T; K together.
+        slots: of each tensor, shape [T], int64; K together.
         step: shape [], int64.
 
     Returns:
         The indices of K candidates, shape [K], int64, ascending.
     """
-    count, tensors = tf.size(positions, tf.int64), len(slots)
+    count, tensors = tf.size(positions, tf.int64), len(layout.segments)
     bounds = arenas.bounds(layout, positions)
-    begins, own = bounds[:-1], tf.constant(slots, tf.int64)
+    begins, own = bounds[:-1], tf.convert_to_tensor(slots, tf.int64)
     turned = tf.roll(tf.range(count, dtype=tf.int64), -(step * 7919 % count), 0)
     tensor = tf.searchsorted(bounds[1:], turned, side="right", out_type=tf.int64)
     # One order by tensor and magnitude, which is ordered as its bits are. Equals stay
@@ -236,7 +306,8 @@ def strongest(
     last = tf.gather(order, tf.clip_by_value(begins + own - 1, 0, count - 1))
     least = tf.gather(tf.abs(tf.gather(values, last)), tf.gather(tensor, rest))
     near = tf.abs(tf.gather(values, tf.gather(order, rest))) / least
-    more = tf.math.top_k(near, sum(slots) - tf.size(mine), sorted=False).indices
+    left = tf.cast(tf.reduce_sum(own), tf.int32) - tf.size(mine)
+    more = tf.math.top_k(near, left, sorted=False).indices
     kept = tf.gather(order, tf.concat([mine, tf.gather(rest, more)], axis=0))
     times = tf.math.unsorted_segment_sum(tf.ones_like(kept, tf.float32), kept, count)
     return tf.where(times > 0)[:, 0]
@@ -292,38 +363,74 @@ def densify(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
     return summed
 
 
-def subtract(
-    tensors: Sequence[tf.Tensor],
+class Windows(NamedTuple):
+    """Where tensors are looked for in a message, a stretch of R places for each."""
+
+    rooms: tuple[int, ...]  # how many places each of T tensors has, R together
+    tensor: tf.Tensor  # whose each place is, shape [R], int64
+    place: tf.Tensor  # which of its own, shape [R], int64
+
+
+def windows(rooms: Sequence[int]) -> Windows:
+    """Lay out a stretch of places for each of T tensors."""
+    ends = np.cumsum(rooms)
+    places = tf.range(int(ends[-1]), dtype=tf.int64)
+    tensor = tf.searchsorted(ends, places, side="right", out_type=tf.int64)
+    return Windows(tuple(rooms), tensor, places - tf.gather(ends - rooms, tensor))
+
+
+def looked_into(
+    look: Windows,
     positions: tf.Tensor,
     values: tf.Tensor,
     begins: tf.Tensor,
     offsets: Sequence[int],
-    rooms: Sequence[int],
-) -> list[tf.Tensor]:
-    """Subtract what a worker sent from T tensors of the arena.
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Take what a worker sent from where T tensors are looked for.
 
     Args:
-        tensors: T, float32.
+        look: what `windows` returned.
         positions: in the arena, shape [K], int64, ascending.
         values: shape [K], float32.
         begins: where each tensor is looked for among the positions, shape [T], int64.
         offsets: where each tensor begins in the arena.
-        rooms: in how many of the positions each tensor is looked for.
+
+    Returns:
+        Places in these tensors, shape [R], int64, those of others beyond their ends;
+        and what is there, shape [R], float32.
+    """
+    wanted = tf.gather(begins, look.tensor) + look.place
+    wanted = tf.minimum(wanted, tf.size(positions, tf.int64))
+    positions = tf.concat([positions, [_NOWHERE]], axis=0)
+    offset = tf.gather(tf.constant(offsets, tf.int64), look.tensor)
+    places = tf.gather(positions, wanted) - offset
+    return places, tf.gather(tf.pad(values, [[0, 1]]), wanted)
+
+
+def subtract(
+    tensors: Sequence[tf.Tensor],
+    places: tf.Tensor,
+    values: tf.Tensor,
+    rooms: Sequence[int],
+) -> list[tf.Tensor]:
+    """Subtract what a worker sent from T tensors.
+
+    Args:
+        tensors: T, float32.
+        places: in each of them, shape [R], int64.
+        values: shape [R], float32.
+        rooms: how many of these are each tensor's.
 
     Returns:
         T tensors.
     """
-    end = [[0, max(rooms)]]
-    positions = tf.pad(positions, end, constant_values=_NOWHERE)
-    values = tf.pad(values, end)
-    changed = []
-    for tensor, begin, offset, room in zip(
-        tensors, tf.unstack(begins), offsets, rooms, strict=True
-    ):
-        window = begin + tf.range(room, dtype=tf.int64)
-        where = tf.gather(positions, window)[:, tf.newaxis] - offset
+    changed, begin = [], 0
+    for tensor, room in zip(tensors, rooms, strict=True):
+        own = slice(begin, begin + room)
+        begin += room
         flat = tf.reshape(tensor, [-1])
-        flat = tf.tensor_scatter_nd_sub(flat, where, tf.gather(values, window))
+        where = places[own, tf.newaxis]
+        flat = tf.tensor_scatter_nd_sub(flat, where, values[own])
         changed.append(tf.reshape(flat, tensor.shape))
     return changed
 

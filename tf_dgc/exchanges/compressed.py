@@ -16,7 +16,7 @@ from tf_dgc import values
 from tf_dgc.compression import arena, dgc, message, selection, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges import applied, inplace
 from tf_dgc.exchanges.base import Apply, Exchange, Place, Update
 from tf_dgc.exchanges.figures import Coverage, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
@@ -175,60 +175,90 @@ class Compressed(Exchange):
     def _sum(self, weights: Sequence[tf.Variable] | None) -> tf.Tensor:
         """Sum at the present stage; return bytes and elements sent, shape [2]."""
         peaks = inplace.call(self._device, selection.peaks, self.residual)
-        step = self.step.read_value()
-        branches: list[Callable[[], tf.Tensor]] = [
-            functools.partial(self._at, stage, peaks, weights, step, f"{self.name}.{i}")
-            for i, stage in enumerate(self._stages)
+        step, stages = self.step.read_value(), range(len(self._stages))
+        # Those with messages share a graph; what is compiled is shared as well.
+        sparse = [i for i in stages if self._form(i).slots]
+        groups = [[i] for i in stages if i not in sparse] + ([sparse] if sparse else [])
+        branches = [
+            functools.partial(self._at, group, peaks, weights, step) for group in groups
         ]
-        if len(branches) == 1:
-            sent = branches[0]()
-        else:
-            sent = tf.switch_case(warmup.stage_index(step, self._stages), branches)
+        group = None
+        if len(groups) > 1:
+            which = [k for i in stages for k, g in enumerate(groups) if i in g]
+            with tf.device("CPU:0"):
+                group = tf.constant(which)[warmup.stage_index(step, self._stages)]
+        sent = values.one_of(branches, group)
         self.step.assign_add(1, read_value=False)
         return sent
 
+    def _form(self, stage: int) -> message.Format:
+        sparsity, workers = self._stages[stage].sparsity, self.transport.size
+        return message_format(self.layout, sparsity, self.config, workers)
+
     def _at(
         self,
-        stage: warmup.Stage,
+        stages: Sequence[int],
         peaks: tf.Tensor,
         weights: Sequence[tf.Variable] | None,
         step: tf.Tensor,
-        name: str,
     ) -> tf.Tensor:
-        """Select, exchange, keep the rest; add up, or change the weights."""
-        config, layout = self.config, self.layout
-        form = message_format(layout, stage.sparsity, config, self.transport.size)
+        """Select, exchange, keep the rest; add up, or change the weights.
+
+        Args:
+            stages: those that are done alike, one of which is the present one.
+            peaks: of the residual.
+            weights: that are changed here; None adds up.
+            step: shape [], int64.
+        """
+        forms, number = [self._form(i) for i in stages], None
+        if len(stages) > 1:
+            begun = [self._stages[i] for i in stages]
+            number = warmup.stage_index(step, begun)
         write = functools.partial(
             dgc.send,
-            form=form,
-            layout=layout,
-            sparsity=stage.sparsity,
-            config=config,
+            forms=forms,
+            layout=self.layout,
+            sparsities=[self._stages[i].sparsity for i in stages],
+            config=self.config,
             step=step,
+            stage=number,
         )
         own = self._workers.each(write, self.residual.read_value(), peaks)
 
         # Wire 2.
-        wire = sums.GatherSum(self.transport, form, self._workers.ranks)
-        total, used, elements = wire(own, f"{name}.message")
-        if not form.slots and layout.size:
-            return self._sum_densely(stage, weights, name, total, form.bytes)
+        wires = [
+            functools.partial(self._exchanged, form, own, f"{self.name}.{i}")
+            for i, form in zip(stages, forms, strict=True)
+        ]
+        total, used, sent = values.one_of(wires, number)
+        if not forms[0].slots and self.layout.size:
+            return self._sum_densely(weights, f"{self.name}.{stages[0]}", total, sent)
 
         self._keep(used)
         if weights is None:
             inplace.update(self._device, selection.densify, self._total, *total)
         else:
-            self._subtract(weights, total)
+            slots = [form.slots for form in forms]
+            applied.subtract(weights, self.layout, total, slots, number)
         self._coverage.record(used.positions[0])
-        return tf.stack([tf.constant(form.bytes, tf.int64), elements])
+        return sent
+
+    def _exchanged(
+        self, form: message.Format, own: tf.Tensor, name: str
+    ) -> tuple[sums.Sparse, sums.Sparse, tf.Tensor]:
+        """Return what `SparseSum` does, but bytes and elements sent, shape [2]."""
+        own = tf.bitcast(own, tf.int32)  # one of this graph, left in place
+        own.set_shape([*self._workers.axis, form.words])
+        wire = sums.GatherSum(self.transport, form, self._workers.ranks)
+        total, used, elements = wire(own, f"{name}.message")
+        return total, used, tf.stack([tf.constant(form.bytes, tf.int64), elements])
 
     def _sum_densely(
         self,
-        stage: warmup.Stage,
         weights: Sequence[tf.Variable] | None,
         name: str,
         agreed: sums.Sparse,
-        header_bytes: int,
+        header: tf.Tensor,
     ) -> tf.Tensor:
         """Exchange all of the arena, in a stage where that costs less."""
         (total,) = self.transport.all_reduce(
@@ -239,15 +269,15 @@ class Compressed(Exchange):
         if weights is None:
             self._total.assign(total)
         else:
-            for device, own in _by_device(weights).items():
+            for device, own in applied.by_device(weights).items():
                 offsets = [self.layout.segments[i].offset for i in own]
                 parts = [weights[i] for i in own]
                 inplace.update(device, arena.subtract, parts, total, offsets)
         with tf.control_dependencies([total]):
             self._clear()
         self._coverage.record_all()
-        size = header_bytes + 4 * self.layout.size
-        return tf.constant([size, self.layout.elements], tf.int64)
+        arena_sent = [4 * self.layout.size, self.layout.elements]
+        return header + tf.constant(arena_sent, tf.int64)
 
     @functools.cached_property
     def _total(self) -> tf.Variable:
@@ -266,39 +296,6 @@ class Compressed(Exchange):
         velocity = self.velocity if self.config.momentum_masking else None
         state, sent = dgc.State(velocity, self.residual), tf.reshape(used.values, [-1])
         inplace.update(self._device, dgc.keep, state, where, sent)
-
-    def _subtract(self, weights: Sequence[tf.Variable], total: sums.Sparse) -> None:
-        """Subtract what N workers sent from the tensors of the arena themselves."""
-        layout, (workers, slots) = self.layout, total.positions.shape
-        if not weights or not slots:
-            return
-        # So many places of a message are looked at for each tensor, again and again
-        # until all of its own were.
-        share = [segment.size / layout.elements for segment in layout.segments]
-        rooms = [min(slots, int(2 * slots * part) + 64) for part in share]
-
-        def look(rank: tf.Tensor, turn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            bounds = arena.bounds(layout, total.positions[rank])
-            begins = tf.minimum(bounds[:-1] + turn * rooms, slots)
-            for device, own in _by_device(weights).items():
-                inplace.update(
-                    device,
-                    selection.subtract,
-                    [weights[i] for i in own],
-                    total.positions[rank],
-                    total.values[rank],
-                    tf.gather(begins, own),
-                    [layout.segments[i].offset for i in own],
-                    [rooms[i] for i in own],
-                )
-            more = tf.reduce_any(begins + rooms < bounds[1:])
-            return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
-
-        # One worker after the other, so that the weights have the same bits everywhere.
-        start = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
-        tf.while_loop(
-            lambda rank, _: rank < workers, look, start, parallel_iterations=1
-        )
 
     # What is kept back.
 
@@ -437,14 +434,6 @@ def message_format(
     if sparsity == 0 or sums.GatherSum.cost(form, workers) >= dense:
         return message.make_format(0, layout.size, config.value_dtype)
     return form
-
-
-def _by_device(variables: Sequence[tf.Variable]) -> dict[str, list[int]]:
-    """Return the indices of the variables that are on each device."""
-    found: dict[str, list[int]] = {}
-    for i, variable in enumerate(variables):
-        found.setdefault(variable.device, []).append(i)
-    return found
 
 
 def _refuse(votes: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:

@@ -209,9 +209,9 @@ def measure_message(
         return dgc.send(
             residual,
             selection.peaks(residual),
-            form=form,
+            forms=[form],
             layout=layout,
-            sparsity=config.sparsity,
+            sparsities=[config.sparsity],
             config=config,
             step=tf.zeros([], tf.int64),
         )

@@ -245,7 +245,12 @@ def lowered(compiled: inplace.Compiled) -> list[str]:
     same function, lowered for the CPU.
     """
     pure = tf.function(compiled.pure, autograph=False, jit_compile=True)
-    specs = [tf.TensorSpec(form.shape, form.dtype) for form in compiled.tensors]
+    # Where stages share a function, any number of elements will do.
+    forms = [
+        form._replace(shape=[_ROWS if size is None else size for size in form.shape])
+        for form in compiled.tensors
+    ]
+    specs = [tf.TensorSpec(form.shape, form.dtype) for form in forms]
     try:
         pure.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name="GPU")
     except (ValueError, tf.errors.OpError) as error:
@@ -254,10 +259,10 @@ def lowered(compiled: inplace.Compiled) -> list[str]:
         return []
     whole = tf.function(compiled.run, autograph=False, jit_compile=True)
     with tf.device("CPU:0"):
-        zeros = [tf.zeros(form.shape, form.dtype) for form in compiled.tensors]
+        zeros = [tf.zeros(form.shape, form.dtype) for form in forms]
         own = [
             tf.Variable(zero) if form.is_variable else zero
-            for form, zero in zip(compiled.tensors, zeros, strict=True)
+            for form, zero in zip(forms, zeros, strict=True)
         ]
         args = [each.handle if isinstance(each, tf.Variable) else each for each in own]
         text = whole.experimental_get_compiler_ir(*args)(stage="hlo")

@@ -1,0 +1,87 @@
+"""Weights that are changed by what N workers sent, without a sum in between.
+
+Axes: N workers, K message slots, T tensors of the arena.
+"""
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_dgc.compression import arena, selection
+from tf_dgc.compression.arena import Layout
+from tf_dgc.exchanges import inplace
+from tf_dgc.transports.sums import Sparse
+
+
+def subtract(
+    weights: Sequence[tf.Variable],
+    layout: Layout,
+    total: Sparse,
+    slots: Sequence[int],
+    number: tf.Tensor | None = None,
+) -> None:
+    """Subtract what N workers sent from the tensors of an arena themselves.
+
+    The stage that stays has a compiled function of its own. The others, whose messages
+    are of very many sizes, share that of a middle one, and look a few times more.
+
+    Args:
+        weights: T tensors.
+        layout: of the arena.
+        total: what was sent, [N, K].
+        slots: K in each of some stages.
+        number: of the present one, shape [], int32; None where there is one.
+    """
+    if not weights:
+        return
+    *passing, last = slots
+    if not passing:
+        _subtract(weights, layout, total, last)
+        return
+    middle = round(math.sqrt(max(passing) * min(passing)))
+    tf.cond(
+        number == len(passing),
+        lambda: _subtract(weights, layout, total, last),
+        lambda: _subtract(weights, layout, total, middle),
+    )
+
+
+def _subtract(
+    weights: Sequence[tf.Variable], layout: Layout, total: Sparse, slots: int
+) -> None:
+    """Subtract, about so many slots of a message in one turn."""
+    workers = total.positions.shape[0]
+    # So many places of a message are looked at for each tensor, again and again until
+    # all of its own were.
+    share = [segment.size / layout.elements for segment in layout.segments]
+    rooms = [min(slots, int(2 * slots * part) + 64) for part in share]
+    by = [
+        (device, own, selection.windows([rooms[i] for i in own]))
+        for device, own in by_device(weights).items()
+    ]
+
+    def look(rank: tf.Tensor, turn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        sent = Sparse(total.positions[rank], total.values[rank])
+        bounds = arena.bounds(layout, sent.positions)
+        begins = bounds[:-1] + turn * rooms
+        for device, own, windows in by:
+            offsets = [layout.segments[i].offset for i in own]
+            first = tf.gather(begins, own)
+            found = selection.looked_into(windows, *sent, first, offsets)
+            parts = [weights[i] for i in own]
+            inplace.update(device, selection.subtract, parts, *found, windows.rooms)
+        more = tf.reduce_any(begins + rooms < bounds[1:])
+        return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
+
+    # One worker after the other, so that the weights have the same bits everywhere.
+    start = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
+    tf.while_loop(lambda rank, _: rank < workers, look, start, parallel_iterations=1)
+
+
+def by_device(variables: Sequence[tf.Variable]) -> dict[str, list[int]]:
+    """Return the indices of the variables that are on each device."""
+    found: dict[str, list[int]] = {}
+    for i, variable in enumerate(variables):
+        found.setdefault(variable.device, []).append(i)
+    return found
