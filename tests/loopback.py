@@ -23,7 +23,7 @@ OWNER = Owner()
 class Sent(NamedTuple):
     """One call of a collective, as one worker made it."""
 
-    call: str  # "all_reduce" or "all_gather"
+    call: str  # "all_reduce", "all_gather" or "all_to_all"
     name: str
     arrays: list[np.ndarray]
 
@@ -115,6 +115,13 @@ class Loopback(Transport):
             return tf.ensure_shape(gathered, [self.size, *tensor.shape])
         found = self._meet("all_gather", name, [tensor.numpy()])
         return tf.constant(np.stack([array for (array,) in found]))
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Take this worker's row of what each has."""
+        if not tf.executing_eagerly():
+            return super().all_to_all(tensor, name)
+        found = self._meet("all_to_all", name, [tensor.numpy()])
+        return tf.constant(np.stack([array[self.rank] for (array,) in found]))
 
     def _traced(
         self, call: Any, tensors: Sequence[tf.Tensor], name: str

@@ -46,6 +46,10 @@ class Stacked(Transport):
         """Return the tensor, of shape [N, *S]: everybody has everything."""
         return tf.identity(tensor)
 
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the tensor, of shape [N, N, *S], from the receivers' side."""
+        return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
+
 
 class _OneProcess(LocalTransport):
     """What carries metrics and the like: there is nobody else.

@@ -181,6 +181,10 @@ class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual([worker["node"] for worker in found], [0, 0, 1, 1])
         self.assertEqual([worker["nodes"] for worker in found], [2] * 4)
 
+    def test_rows_go_from_node_to_node(self) -> None:
+        for worker in launch.checked(self.found):
+            self.assertEqual(worker["rows"], [worker["node"], 10 + worker["node"]])
+
     @parameterized.parameters("dense", "all", "tenth")
     def test_weights_are_the_same_bits_on_all_workers(self, config: str) -> None:
         found = launch.checked(self.found)

@@ -124,6 +124,31 @@ def gathers_keep_bits(transport: Transport) -> None:
 
 
 @check
+def rows_go_to_their_workers(transport: Transport) -> None:
+    size, rank = transport.size, transport.rank
+    for dtype in GATHERED:
+        for shape in SHAPES:
+            ones = tf.ones([size, *shape], dtype)
+            marks = tf.cast(10 * tf.range(size) + rank, dtype)  # to whom, from whom
+            tensor = ones * tf.reshape(marks, [size] + [1] * len(shape))
+            found = transport.all_to_all(tensor, "rows")
+            assert found.dtype == dtype
+            expected = [np.full(shape, 10 * rank + other) for other in range(size)]
+            equal(found, np.stack(expected))
+            equal(transport.all_to_all(found, "rows.back"), tensor)
+
+
+@check
+def rows_keep_bits(transport: Transport) -> None:
+    words = np.array([0x7FC00001, -(2**31), -1, 1], np.int32)
+    own = tf.constant([words + rank for rank in range(transport.size)])
+    for dtype in (tf.int32, tf.float32):
+        found = transport.all_to_all(tf.bitcast(own, dtype), "bits_of_rows")
+        expected = np.stack([words + transport.rank] * transport.size)
+        equal(tf.bitcast(found, tf.int32), expected)
+
+
+@check
 def ragged_gathers_join_what_there_is(transport: Transport) -> None:
     for dtype in (*FLOATS, *INTEGERS, tf.bool):
         for rest in ((), (3,)):
@@ -209,6 +234,7 @@ def graphs_compute_what_eager_calls_do(transport: Transport) -> None:
         return [
             *(first, second, third),
             transport.all_gather(3 * x, "c"),
+            transport.all_to_all(tf.stack([x] * transport.size), "f"),
             transport.all_gather_ragged(x[: transport.rank], "d"),
             *transport.broadcast([x], "e"),
         ]
@@ -233,6 +259,8 @@ def static_shapes_are_known(transport: Transport) -> None:
         assert [t.shape for t in found] == [x.shape, s.shape]
         assert transport.all_gather(x, "b").shape == [transport.size, *x.shape]
         assert [t.shape for t in transport.broadcast([x], "c")] == [x.shape]
+        rows = tf.stack([x] * transport.size)
+        assert transport.all_to_all(rows, "d").shape == rows.shape
         return tf.reduce_sum(found[0])
 
     graph(tf.ones([2, 3]), tf.ones([]))
@@ -261,15 +289,18 @@ def one_worker_may_trace_again(transport: Transport) -> None:
     @tf.function
     def graph(x: tf.Tensor, unused: int) -> list[tf.Tensor]:
         gathered = transport.all_gather(x, "again.gather")
-        return [*transport.all_reduce([x, 2 * x], "again"), gathered]
+        received = transport.all_to_all(tf.stack([x] * transport.size), "again.rows")
+        return [*transport.all_reduce([x, 2 * x], "again"), gathered, received]
 
     for step in range(6):
         # A Python number that changes makes a new graph.
         changing = step if transport.rank == 0 else 0
-        first, second, gathered = graph(mine(transport, (3,), tf.float32), changing)
+        found = graph(mine(transport, (3,), tf.float32), changing)
+        first, second, gathered, received = found
         equal(first, np.full(3, sum(all_ranks(transport))))
         equal(second, 2 * first)
         equal(tf.reduce_sum(gathered, axis=0), first)
+        equal(received, gathered)
 
 
 @graph_check
@@ -279,12 +310,14 @@ def shapes_may_change_from_call_to_call(transport: Transport) -> None:
         return [
             *transport.all_reduce([x], "changing"),
             transport.all_gather(x, "changing.gather"),
+            transport.all_to_all(tf.stack([x] * transport.size), "changing.rows"),
         ]
 
     for length in (3, 1, 5, 5, 0, 3):
-        found, gathered = graph(mine(transport, (length,), tf.float32))
+        found, gathered, received = graph(mine(transport, (length,), tf.float32))
         equal(found, np.full(length, sum(all_ranks(transport))))
         assert gathered.shape == [transport.size, length]
+        equal(received, gathered)
 
 
 @graph_check
@@ -294,6 +327,8 @@ def threads_do_not_pile_up(transport: Transport) -> None:
         for _ in range(5):
             (x,) = transport.all_reduce([x], "threads")
             x = tf.reduce_mean(transport.all_gather(x, "threads.gather"), axis=0)
+            rows = tf.stack([x] * transport.size)
+            x = tf.reduce_mean(transport.all_to_all(rows, "threads.rows"), axis=0)
         return x
 
     def threads() -> int:
@@ -306,7 +341,7 @@ def threads_do_not_pile_up(transport: Transport) -> None:
     before = threads()
     for _ in range(100):
         graph(tf.zeros([10]))
-    assert threads() < before + 50, (before, threads())  # of 1000 collectives
+    assert threads() < before + 50, (before, threads())  # of 1500 collectives
 
 
 def keeps(name: str, transport: str) -> list[Any]:

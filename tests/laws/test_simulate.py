@@ -169,6 +169,11 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         found = exchange(Ledger(loopback, Dense), OWNER, stacked, variables)
         self.assertAllEqual(found.gradients[0], [6.0, 9.0])
 
+    def test_rows_go_to_their_workers(self) -> None:
+        rows = tf.reshape(tf.range(18), [3, 3, 2])  # from whom, to whom, what
+        found = simulate.Stacked(3).all_to_all(rows, "rows")
+        self.assertAllEqual(found, tf.transpose(rows, [1, 0, 2]))
+
 
 class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
     """As many operations for 2 workers as for 256, those that XLA compiles included."""

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 from loopback import run_workers
 
+from tf_dgc.transports import Transport
 from tf_dgc.transports.local import LocalTransport
 
 EAGER = [name for name in contract.CHECKS if name not in contract.NEEDS_GRAPHS]
@@ -22,6 +23,14 @@ class InThisProcess(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(name=EAGER, workers=[1, 2, 5])
     def test_loopback(self, name: str, workers: int) -> None:
         run_workers(workers, contract.CHECKS[name])
+
+    def test_a_transport_that_only_gathers_sends_rows(self) -> None:
+        def work(transport: Transport) -> list[int]:
+            tensor = 10 * tf.range(3) + transport.rank
+            return Transport.all_to_all(transport, tensor, "rows").numpy().tolist()
+
+        found = run_workers(3, work)
+        self.assertEqual(found, [[0, 1, 2], [10, 11, 12], [20, 21, 22]])
 
 
 @pytest.mark.processes

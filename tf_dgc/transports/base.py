@@ -91,6 +91,21 @@ class Transport(abc.ABC):
             shape [N, *S], in the order of rank.
         """
 
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Send each worker a row of a tensor, and get one from each.
+
+        Here all rows go to everybody; transports that can send less do.
+
+        Args:
+            tensor: shape [N, *S], S the same on every worker; types as for
+                `all_gather`. Row j is for worker j.
+            name: as for `all_reduce`.
+
+        Returns:
+            shape [N, *S]; row j came from worker j.
+        """
+        return self.all_gather(tensor, name)[:, self.rank]
+
     def all_gather_ragged(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Join tensors whose first dimension may differ between workers.
 

@@ -25,6 +25,7 @@ _logger = logging.getLogger("tf_dgc")
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
+_GATHER, _REDUCE, _EXCHANGE = range(_KINDS := 3)
 # A result is there before all others have fetched theirs from this worker.
 _LEAVE_SECONDS = 10.0
 # How often a worker that waits for others to be done looks whether they are there.
@@ -62,7 +63,7 @@ def implementation() -> tf.distribute.experimental.CommunicationImplementation:
 
 
 class CollectiveTransport(base.Transport):
-    """All-reduce and all-gather by TensorFlow's collective operations.
+    """All-reduce, all-gather and all-to-all by TensorFlow's collective operations.
 
     An instance key is the number of elements, and each type has a group of its own.
     So what matches on two workers is what they execute next, however often each has
@@ -149,7 +150,7 @@ class CollectiveTransport(base.Transport):
             with self._turnstile.entered(flat, name) as leave:
                 gathered = leave(
                     tf.raw_ops.CollectiveGatherV2(
-                        input=flat, **self._arguments(flat, 0)
+                        input=flat, **self._arguments(flat, _GATHER)
                     )
                 )
             rows = tf.reshape(gathered, [self.size, -1])
@@ -159,6 +160,24 @@ class CollectiveTransport(base.Transport):
             )
             result = restore(result)
         result.set_shape([self.size, *tensor.shape])
+        return result
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Send each worker a row of a tensor, and get one from each."""
+        with tf.device(self.device):
+            bits, restore = base.unmoved(tensor)
+            rows = tf.reshape(bits, [self.size, tf.size(tensor) // self.size])
+            if maybe_empty := not tensor.shape.num_elements():
+                rows = tf.pad(rows, [[0, 0], [0, 1]])
+            with self._turnstile.entered(rows, name) as leave:
+                received = leave(
+                    tf.raw_ops.CollectiveAllToAllV2(
+                        input=rows, **self._arguments(rows, _EXCHANGE)
+                    )
+                )
+            received = received[:, :-1] if maybe_empty else received
+            result = restore(tf.reshape(received, tf.shape(tensor)))
+        result.set_shape(tensor.shape)
         return result
 
     def _leave(self) -> None:
@@ -252,12 +271,12 @@ class CollectiveTransport(base.Transport):
                     input=vector,
                     merge_op="Add",
                     final_op="Id",
-                    **self._arguments(vector, 1),
+                    **self._arguments(vector, _REDUCE),
                 )
             )
 
     def _arguments(self, vector: tf.Tensor, kind: int) -> dict[str, object]:
-        group = _FIRST_GROUP + 2 * _REDUCED.index(vector.dtype) + kind
+        group = _FIRST_GROUP + _KINDS * _REDUCED.index(vector.dtype) + kind
         with tf.device("CPU:0"):
             return {
                 "group_size": tf.constant(self.size),

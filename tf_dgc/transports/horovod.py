@@ -98,7 +98,7 @@ def wire_device(hvd: Any, device: str) -> str:
 
 
 class HorovodTransport(base.Transport):
-    """All-reduce and all-gather by Horovod, under horovodrun or mpirun."""
+    """All-reduce, all-gather and all-to-all by Horovod, under horovodrun or mpirun."""
 
     name = "horovod"
 
@@ -205,6 +205,22 @@ class HorovodTransport(base.Transport):
             shape = tf.concat([[self.size], tf.shape(tensor)], axis=0)
             result = restore(tf.reshape(gathered, shape))
         result.set_shape([self.size, *tensor.shape])
+        return result
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Send each worker a row of a tensor, and get one from each."""
+        import horovod.tensorflow as hvd
+
+        unique = f"HorovodAlltoall.tf_dgc.{name}"
+        options = {"name": unique, "ignore_name_scope": True, **self._among}
+        operation = functools.partial(hvd.alltoall, **options)
+        with tf.device(self._wire):
+            bits, restore = base.unmoved(tensor)
+            with self._turnstile.at(name):
+                flat = tf.reshape(bits, [-1])
+                received = self._call(unique, operation, flat)
+            result = restore(tf.reshape(received, tf.shape(tensor)))
+        result.set_shape(tensor.shape)
         return result
 
     def _call(

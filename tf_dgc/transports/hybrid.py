@@ -1,4 +1,4 @@
-"""Dense tensors through TensorFlow's collectives, sparse ones through Horovod."""
+"""Dense tensors through TensorFlow's collectives, others through Horovod."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tf_dgc.transports.horovod import HorovodTransport, initialize
 
 
 class HybridTransport(base.Transport):
-    """All-reduce by TensorFlow's collectives, all-gather by Horovod.
+    """All-reduce by TensorFlow's collectives, all-gather and all-to-all by Horovod.
 
     The workers are those that horovodrun started. They find each other through its
     rendezvous store, because TensorFlow's collectives must be set up before any
@@ -56,3 +56,7 @@ class HybridTransport(base.Transport):
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Gather a tensor from each worker by Horovod."""
         return self._sparse.all_gather(tensor, name)
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Send each worker a row by Horovod."""
+        return self._sparse.all_to_all(tensor, name)
