@@ -11,6 +11,8 @@ the ratios are printed, so that other load on the machine matters less:
     step_ratio              clip, accumulate, select, write and read the own message,
                             mask; one tensor
     many_tensors_ratio      the same with the shapes of ResNet-50, over one tensor
+    sign_ratio              the same with the signs of four times the elements, at equal
+                            bytes, over that; and with log4 and three times
     apply_ratio             read the messages of 4 workers and change the weights
     overhead_alone_dgc      share by which `fit` on one worker takes longer than
     overhead_alone_dense    without a strategy
@@ -67,7 +69,7 @@ def bare_update(elements: int) -> Callable[[], Any]:
 class Training:
     """One worker's exchange of the gradients of some tensors."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], **settings: Any) -> None:
         import keras
         import tensorflow as tf
 
@@ -87,7 +89,7 @@ class Training:
                 return super().all_gather(tensor, name)
 
         # The norm of the gradients is about 5000: all are clipped.
-        self.config = DGCConfig(clip_norm=100.0, min_elements=0)
+        self.config = DGCConfig(clip_norm=100.0, min_elements=0, **settings)
         self.momentum = dgc.Momentum(MOMENTUM, False, 0.1)
         self.transport = Recorder()
         self.ledger = Ledger(self.transport, EachStep(self.config))
@@ -113,9 +115,9 @@ class Training:
         (exchange,) = self.ledger.exchanges()
         sparsity = self.config.sparsity
         form = message_format(exchange.layout, sparsity, self.config, WORKERS)
-        _, positions, values = sums.receive(form, messages)
+        found = sums.receive(form, messages)
         own = [v for v in self.variables if len(v.shape) > 1]
-        sent = sums.Sparse(positions, values)
+        sent = sums.Sparse(found.positions, found.values)
         applied.subtract(own, exchange.layout, sent, [form.slots])
 
     def messages(self) -> Any:
@@ -165,6 +167,10 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
         shapes = [(*s[:-1], max(1, round(s[-1] * scale))) for s in shapes]
     total = sum(_size(shape) for shape in shapes)
     one, many = Training([(total // 1024, 1024)]), Training(shapes)
+    coarse = {
+        name: Training(shapes, value_dtype=name, sparsity=1 - times * 0.001)
+        for name, times in (("sign", 4), ("log4", 3))
+    }
     bare = bare_update(total // 1024 * 1024)
     messages, of_many = one.messages(), many.messages()
     taken = in_turns(
@@ -172,6 +178,10 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
             "bare": bare,
             "step": lambda: one.step(one.gradients),
             "many_tensors": lambda: many.step(many.gradients),
+            **{
+                name: lambda each=each: each.step(each.gradients)
+                for name, each in coarse.items()
+            },
             "apply": lambda: one.apply(messages),
             "apply_many_tensors": lambda: many.apply(of_many),
         },
@@ -182,6 +192,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
         "bare_elements": total // 1024 * 1024,
         "step_ratio": ratio(taken, "step", "bare"),
         "many_tensors_ratio": ratio(taken, "many_tensors", "step"),
+        **{f"{name}_ratio": ratio(taken, name, "many_tensors") for name in coarse},
         "apply_ratio": ratio(taken, "apply", "bare"),
         "apply_many_tensors_ratio": ratio(taken, "apply_many_tensors", "bare"),
         **{f"{name}_seconds": statistics.median(each) for name, each in taken.items()},

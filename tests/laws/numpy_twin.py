@@ -67,9 +67,30 @@ def send(v: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return np.where(chosen, v, np.float32(0))
 
 
-def keep(v: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """v[S] <- 0."""
-    return np.where(chosen, np.float32(0), v)
+def round_to_8_bits(number: float) -> np.float32:
+    """Return the nearest number of 8 significant bits."""
+    fraction, exponent = np.frexp(number)
+    return np.float32(np.ldexp(np.round(fraction * 256) / 256, exponent))
+
+
+def coarsen(sent: np.ndarray, value_dtype: str) -> np.ndarray:
+    """Round what is sent of a tensor to a scale times its signs, or 8 magnitudes."""
+    magnitudes = np.abs(sent[sent != 0]).astype(np.float64)
+    if value_dtype == "float32" or not magnitudes.size:
+        return sent
+    mean, levels = magnitudes.mean(), np.ones(1)
+    scale = round_to_8_bits(mean)
+    if value_dtype == "log4":
+        scale = round_to_8_bits(min(magnitudes.max(), 8 * mean))
+        levels = np.round(256 * 0.5 ** (np.arange(8) / 2)) / 256
+    distances = np.abs(np.abs(sent)[..., np.newaxis] - scale * levels)
+    nearest = scale * levels.astype(np.float32)[np.argmin(distances, axis=-1)]
+    return np.sign(sent) * nearest
+
+
+def keep(v: np.ndarray, sent: np.ndarray) -> np.ndarray:
+    """v <- v - sent."""
+    return v - sent
 
 
 def mask(u: np.ndarray, chosen: np.ndarray, masking: bool) -> np.ndarray:
@@ -77,20 +98,24 @@ def mask(u: np.ndarray, chosen: np.ndarray, masking: bool) -> np.ndarray:
     return np.where(chosen, np.float32(0), u) if masking else u
 
 
-def message_bytes(sizes: list[int], sparsity: float) -> int:
-    """Return the bytes of a float32 message: header, values, positions, padding."""
+def message_bytes(sizes: list[int], sparsity: float, value_dtype: str) -> int:
+    """Return the bytes of a message: header, scales, values, positions, padding."""
+    bits = {"float32": 32, "sign": 1, "log4": 4}[value_dtype]
     k = sum(max(1, round(size * (1 - sparsity))) for size in sizes)
     arena = sum(-(-size // 128) * 128 for size in sizes)
     bodies = []
     for low_bits in (8, 16):
         high_bits = k + arena // 2**low_bits
-        bodies.append(4 * k + k * low_bits // 8 + -(-high_bits // 8))
+        scales = 0 if bits == 32 else 2 * len(sizes)
+        bodies.append(
+            scales + -(-bits * k // 8) + k * low_bits // 8 + -(-high_bits // 8)
+        )
     return 20 + min(-(-body // 4) * 4 for body in bodies)
 
 
-def all_goes(sizes: list[int], sparsity: float, workers: int) -> bool:
+def all_goes(sizes: list[int], sparsity: float, workers: int, dtype: str) -> bool:
     """Tell whether sparse messages would cost more than a dense ring all-reduce."""
-    received = workers * message_bytes(sizes, sparsity)
+    received = workers * message_bytes(sizes, sparsity, dtype)
     return sparsity == 0 or received >= 8 * sum(sizes)
 
 
@@ -124,7 +149,8 @@ class Cluster:
     def step(self, gradients: list[Tensors], rate: float) -> Tensors:
         """Take each worker's gradients; return the sum of what all sent."""
         sparsity = warm_up(self.steps, self.config)
-        everything = all_goes(self.sizes, sparsity, len(self.workers))
+        dtype = self.config.value_dtype
+        everything = all_goes(self.sizes, sparsity, len(self.workers), dtype)
         self.steps += 1
         sums = [np.zeros_like(g) for g in gradients[0]]
         for worker, local in zip(self.workers, gradients, strict=True):
@@ -151,7 +177,10 @@ class Cluster:
             u, gain = correct(u, g, self.momentum, self.nesterov, rate)
         v = accumulate(v, gain)
         chosen = select(v, 0.0 if everything else threshold(v, sparsity))
-        worker.v[j] = keep(v, chosen)
+        sent = send(v, chosen)
+        if not everything:
+            sent = coarsen(sent, self.config.value_dtype)
+        worker.v[j] = keep(v, sent)
         masking = self.config.momentum_masking and not everything
         worker.u[j] = mask(u, chosen, masking)
-        return send(v, chosen)
+        return sent

@@ -28,7 +28,7 @@ from tf_dgc.compression import dgc
 from tf_dgc.compression import message as packing
 from tf_dgc.compression import selection as sparsify
 from tf_dgc.compression.message import HEADER_WORDS, Format
-from tf_dgc.config import DGCConfig
+from tf_dgc.config import VALUE_DTYPES, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger, averaged
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
@@ -96,11 +96,16 @@ def selection(form: Format, random: np.random.Generator) -> np.ndarray:
     count = int(random.integers(form.slots + 1))
     positions = np.sort(random.permutation(form.size)[:count])
     values = tf.cast(tf.constant(random.normal(size=count)), form.value_dtype)
+    scales = None
+    if form.begins:
+        values = tf.constant(random.integers(2**form.code_bits, size=count), tf.uint8)
+        scales = tf.cast(random.uniform(size=len(form.begins)), tf.bfloat16)
     message = packing.pack(
         form,
         tf.constant(positions, tf.int64),
         values,
         tf.constant(7 if form.value_dtype == tf.float16 else 0),
+        scales,
         checksum=-7,
         step=tf.constant(3, tf.int64),
     )
@@ -125,7 +130,8 @@ class Parsed:
         kind, exponent, _, _, count = messages[:, :HEADER_WORDS].astype(np.int64).T
         body = np.ascontiguousarray(messages[:, HEADER_WORDS:]).view(np.uint8)
         ends = np.cumsum(form.body_bytes)
-        values, low, high = np.split(body.reshape(batch, -1), ends[:2], axis=1)
+        parts = np.split(body.reshape(batch, -1), ends[:3], axis=1)
+        scales, values, low, high = parts
         rows, index = np.nonzero(np.unpackbits(high, axis=1, bitorder="little"))
         found = np.bincount(rows, minlength=batch)
         order = np.arange(len(rows)) - (np.cumsum(found) - found)[rows]
@@ -136,10 +142,19 @@ class Parsed:
         rows, index, order = rows[kept], index[kept], order[kept]
         low = np.ascontiguousarray(low).view(f"<u{form.low_bits // 8}")
         where = (index - order) * 2**form.low_bits + low[rows, order]
-        values = np.ascontiguousarray(values).view(form.value_dtype.as_numpy_dtype)
+        scales = np.ascontiguousarray(scales).view("<u2").astype(np.uint32) << 16
+        scales = scales.view(np.float32)
+        self.whole &= (np.isfinite(scales) & (scales >= 0)).all(axis=1)
         shift = -exponent[rows].clip(-126, 126) * (most > 0)
         with np.errstate(all="ignore"):
-            what = np.ldexp(values[rows, order].astype(np.float32), shift)
+            if form.begins:
+                tensor = np.searchsorted(form.begins, where, side="right") - 1
+                scale = scales[rows, tensor.clip(0)]
+                what = scale * _read_codes(form, values)[rows, order]
+            else:
+                dtype = form.value_dtype.as_numpy_dtype
+                values = np.ascontiguousarray(values).view(dtype)
+                what = np.ldexp(values[rows, order].astype(np.float32), shift)
         bad = (where >= form.size) | ~np.isfinite(what)
         bad[1:] |= (rows[1:] == rows[:-1]) & (where[1:] <= where[:-1])
         self.whole &= np.bincount(rows, bad, batch) == 0
@@ -149,13 +164,23 @@ class Parsed:
         self.values[rows, order] = what
 
 
+def _read_codes(form: Format, octets: np.ndarray) -> np.ndarray:
+    """Return what codes stand for, of a scale of one: shape [B, slots and more]."""
+    bits = np.unpackbits(octets, axis=1, bitorder="little")
+    if form.code_bits == 1:
+        return np.where(bits, -1.0, 1.0).astype(np.float32)
+    one, two, four, negative = np.moveaxis(bits.reshape(len(octets), -1, 4), 2, 0)
+    magnitudes = 2.0 ** (-(one + 2.0 * two + 4.0 * four) / 2)
+    rounded = np.round(magnitudes * 256) / 256
+    return np.where(negative, -rounded, rounded).astype(np.float32)
+
+
 def parser_of(form: Format) -> Callable[..., Any]:
     """Return a function that parses messages [B, words]."""
 
     def parse(messages: tf.Tensor) -> tuple[tf.Tensor, ...]:
         found = packing.unpack(form, messages)
-        exponent = found.header.exponent[:, tf.newaxis]
-        found = found._replace(values=packing.decoded(found.values, exponent))
+        found = found._replace(values=packing.numbers(form, found))
         nothing = tf.constant(-1, tf.int64)
         used = found.positions != form.size
         positions = tf.where(used, found.positions, nothing)
@@ -168,6 +193,8 @@ FORMATS = (
     Format(20, 2000, tf.float32, 8),
     Format(12, 70_000, tf.float16, 16),
     Format(9, 256, tf.bfloat16, 8),
+    Format(21, 2048, tf.uint8, 8, 1, (0, 128, 1024)),
+    Format(21, 70_000, tf.uint8, 16, 4, (0, 128, 1024, 4096)),
     packing.make_format(0, 2000, "float32"),
 )
 
@@ -206,7 +233,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*FORMATS)
     def test_one_that_is_damaged_is_refused_for_all_workers(self, *form: Any) -> None:
         form, random = Format(*form), np.random.default_rng(1)
-        function = tf.function(lambda messages: receive(form, messages)[1:])
+        function = tf.function(lambda messages: receive(form, messages)[1:3])
         valid = [selection(form, random) for _ in range(4)]
         positions, values = function(tf.constant(np.stack(valid)))
         expected = Parsed(form, np.stack(valid))
@@ -245,18 +272,22 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
         (-1, -1, "the number of its elements"),
         (18, 0, "their positions"),
         (5, 0x7FC00000, "values that are not finite"),
+        (5, 0x7F80, "values that are not finite", "sign"),
+        (5, 0x7FC0, "values that are not finite", "log4"),
+        (5, 0xBF80, "the scales of its values", "sign"),
+        (5, 0xBF80, "the scales of its values", "log4"),
     )
     def test_nothing_is_changed_by_one_that_is_damaged(
-        self, place: int, word: int, what: str
+        self, place: int, word: int, what: str, value_dtype: str = "float32"
     ) -> None:
         def damage(message: np.ndarray) -> None:
             message[0, place] = word
 
+        config = DGCConfig(sparsity=0.9, min_elements=0, value_dtype=value_dtype)
+
         def work(transport: Loopback) -> Any:
             transport = Tampering(transport, ".message", damage)
-            synchronizer = compressing(
-                transport, DGCConfig(sparsity=0.9, min_elements=0)
-            )
+            synchronizer = compressing(transport, config)
             variables = [tf.Variable(tf.zeros([8, 16]))]
             gradient = tf.reshape(tf.range(128.0), [8, 16]) + transport.rank
             try:
@@ -287,7 +318,7 @@ class SentTest(tf.test.TestCase):
     @given(
         st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=4),
         st.sampled_from([0.0, 0.5, 0.9, 0.99, 0.999]),
-        st.sampled_from(["float32", "float16", "bfloat16"]),
+        st.sampled_from(VALUE_DTYPES),
         st.sampled_from([0.01, 1.0]),
         extremes,
         st.integers(0, 2**31),
@@ -319,7 +350,7 @@ class SentTest(tf.test.TestCase):
             step=tf.constant(seed, tf.int64),
         )
         found = receive(form, tf.stack([message] * 2))
-        (_, _, _, _, counts), positions, values = found
+        (_, _, _, _, counts), positions, values, _ = found
         self.assertAllEqual(
             tf.reduce_sum(tf.cast(positions < form.size, tf.int32), 1), counts
         )

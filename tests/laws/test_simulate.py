@@ -93,6 +93,8 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             {},
             {"warmup_steps": 4, "warmup_stages": (0.5, 0.75)},
             {"clip_norm": 1.0, "value_dtype": "bfloat16", "momentum_masking": False},
+            {"value_dtype": "sign", "warmup_steps": 2, "warmup_stages": (0.5,)},
+            {"value_dtype": "log4"},
             NOTHING_LEFT_OUT,
         ],
     )

@@ -29,7 +29,7 @@ configs = st.builds(
     momentum_masking=st.booleans(),
     min_elements=st.integers(0, 10**6),
     sample_fraction=st.floats(0, 1, exclude_min=True),
-    value_dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    value_dtype=st.sampled_from(["float32", "float16", "bfloat16", "sign", "log4"]),
     nonfinite=st.sampled_from(["raise", "skip"]),
 )
 
@@ -94,7 +94,7 @@ class DGCConfigTest(tf.test.TestCase):
 
     def test_names_are_of_the_listed_ones(self) -> None:
         for value in ("float64", "int8", None, 16):
-            rule = "one of ('float32', 'float16', 'bfloat16')."
+            rule = "one of ('float32', 'float16', 'bfloat16', 'sign', 'log4')."
             self.assert_refused(ValueError, "value_dtype", value, rule)
         for value in ("ignore", None, True):
             rule = "one of ('raise', 'skip')."

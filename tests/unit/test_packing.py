@@ -19,20 +19,29 @@ DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 def formats(draw: st.DrawFn) -> Format:
     size = draw(st.integers(1, 6000))
     slots = draw(st.integers(1, min(size, 600)))
-    return Format(
-        slots, size, draw(st.sampled_from(DTYPES)), draw(st.sampled_from([8, 16]))
-    )
+    low_bits, code_bits = (draw(st.sampled_from(each)) for each in ([8, 16], [0, 1, 4]))
+    if not code_bits:
+        return Format(slots, size, draw(st.sampled_from(DTYPES)), low_bits)
+    begins = {0, *draw(st.lists(st.integers(0, size - 1), max_size=5))}
+    return Format(slots, size, tf.uint8, low_bits, code_bits, tuple(sorted(begins)))
 
 
 def selection(form: Format, count: int, seed: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return `count` random positions, ascending, and random values."""
     random = np.random.default_rng(seed)
-    positions = np.sort(random.permutation(form.size)[:count])
+    positions = tf.constant(np.sort(random.permutation(form.size)[:count]), tf.int64)
+    if form.code_bits:
+        codes = random.integers(2**form.code_bits, size=count)
+        return positions, tf.constant(codes, tf.uint8)
     values = random.normal(size=count) * 10.0 ** random.integers(-8, 5, size=count)
-    return (
-        tf.constant(positions, tf.int64),
-        tf.cast(tf.constant(values, tf.float32), form.value_dtype),
-    )
+    return positions, tf.cast(tf.constant(values, tf.float32), form.value_dtype)
+
+
+def scales_of(form: Format) -> tf.Tensor | None:
+    """Return other scales for each tensor, where there are."""
+    if not form.begins:
+        return None
+    return tf.cast(tf.range(1, len(form.begins) + 1), tf.bfloat16) / 2
 
 
 def packed(form: Format, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
@@ -41,6 +50,7 @@ def packed(form: Format, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         positions,
         values,
         tf.constant(0),
+        scales_of(form),
         checksum=-7,
         step=tf.constant(3, tf.int64),
     )
@@ -52,12 +62,13 @@ def raw(tensor: tf.Tensor) -> bytes:
 
 def unpacked(form: Format, message: tf.Tensor) -> packing.Contents:
     """Read one message, without its unused slots."""
-    header, positions, values = packing.unpack(form, message[tf.newaxis])
+    header, positions, values, scales = packing.unpack(form, message[tf.newaxis])
     used = positions[0] < form.size
     return packing.Contents(
         packing.Header(*[field[0] for field in header]),
         positions[0][used],
         values[0][used],
+        scales[0],
     )
 
 
@@ -68,12 +79,14 @@ class RoundTripTest(tf.test.TestCase):
         message = packed(form, positions, values)
         self.assertEqual(message.dtype, tf.int32)
         self.assertEqual(message.shape, [form.words])
-        header, found_positions, found_values = unpacked(form, message)
+        header, found_positions, found_values, scales = unpacked(form, message)
         self.assertEqual(found_positions.dtype, tf.int64)
         self.assertEqual(found_values.dtype, form.value_dtype)
         self.assertAllEqual(found_positions, positions)
         self.assertEqual(raw(found_values), raw(values))
         self.assertEqual(int(header.count), int(tf.size(positions)))
+        if form.begins:
+            self.assertAllEqual(scales, scales_of(form))
 
     @settings(steady, max_examples=60)
     @given(formats(), st.data())
@@ -120,7 +133,7 @@ class RoundTripTest(tf.test.TestCase):
             ]
         )
         def there_and_back(positions: tf.Tensor, values: tf.Tensor) -> tuple:
-            return unpacked(form, packed(form, positions, values))[1:]
+            return unpacked(form, packed(form, positions, values))[1:3]
 
         for count in (0, 1, 13, 20):
             positions, values = selection(form, count, count)
@@ -176,7 +189,7 @@ class MessageTest(tf.test.TestCase):
             positions, values = tf.zeros([0], tf.int64), tf.zeros([0], dtype)
             message = packed(form, positions, values)
             self.assertEqual(message.shape, [packing.HEADER_WORDS])
-            header, found_positions, found_values = unpacked(form, message)
+            header, found_positions, found_values, _ = unpacked(form, message)
             self.assertEqual(int(header.count), 0)
             self.assertAllEqual(found_positions, positions)
             self.assertEqual(found_values.dtype, dtype)
@@ -196,6 +209,31 @@ class MessageTest(tf.test.TestCase):
         high = bytes([1 << 0 | 1 << 2 | 1 << 4, 0])
         self.assertEqual(body, values + low + high + bytes(3))
 
+    def test_codes_are_laid_out_as_documented(self) -> None:
+        positions = tf.constant([3, 258, 700], tf.int64)
+        for bits, codes, octets in (
+            (1, [1, 0, 1], [0b101]),
+            (4, [0xE, 1, 7], [0x1E, 0x07, 0]),
+        ):
+            form = Format(5, 1024, tf.uint8, 8, bits, (0, 256))
+            message = packed(form, positions, tf.constant(codes, tf.uint8))
+            body = message.numpy()[packing.HEADER_WORDS :].tobytes()
+            scales = np.array([0x3F00, 0x3F80], "<u2").tobytes()  # 0.5 and 1
+            low, high = [3, 2, 188, 0, 0], [1 << 0 | 1 << 2 | 1 << 4, 0]
+            expected = scales + bytes([*octets, *low, *high])
+            self.assertEqual(body, expected.ljust(-(-len(expected) // 4) * 4, b"\0"))
+
+    def test_each_code_has_its_own_tensors_scale(self) -> None:
+        # The third tensor has nothing in this message.
+        form = Format(8, 1024, tf.uint8, 8, 4, (0, 256, 384, 512))
+        positions = tf.constant([0, 255, 256, 383, 512, 1023], tf.int64)
+        codes = tf.constant([0, 8, 0, 2, 14, 7], tf.uint8)
+        found = packing.unpack(form, packed(form, positions, codes)[tf.newaxis])
+        values = packing.numbers(form, found)[0]
+        least = np.round(256 * 2**-3.5) / 256
+        expected = [0.5, -0.5, 1.0, 0.5, -0.25, 2 * least, 0.0, 0.0]
+        self.assertAllEqual(values, expected)
+
     @settings(steady, max_examples=30)
     @given(formats(), st.data())
     def test_unused_slots_and_padding_are_zero(
@@ -204,9 +242,15 @@ class MessageTest(tf.test.TestCase):
         count = data.draw(st.integers(0, form.slots), label="count")
         positions, values = selection(form, count, 1)
         body = packed(form, positions, values).numpy()[packing.HEADER_WORDS :].tobytes()
-        value_bytes, low_bytes, _ = form.body_bytes
-        width, low_width = form.value_dtype.size, form.low_bits // 8
-        self.assertEqual(body[count * width : value_bytes].strip(b"\0"), b"")
+        scale_bytes, value_bytes, low_bytes, _ = form.body_bytes
+        body = body[scale_bytes:]
+        bits, low_width = (
+            form.code_bits or 8 * form.value_dtype.size,
+            form.low_bits // 8,
+        )
+        written = np.frombuffer(body[:value_bytes], np.uint8)
+        unused = np.unpackbits(written, bitorder="little")[count * bits :]
+        self.assertFalse(unused.any())
         low = body[value_bytes : value_bytes + low_bytes]
         self.assertEqual(low[count * low_width :].strip(b"\0"), b"")
         high = np.frombuffer(body[value_bytes + low_bytes :], np.uint8)
@@ -218,8 +262,10 @@ class MessageTest(tf.test.TestCase):
     @given(formats())
     def test_bytes_are_exact(self, form: Format) -> None:
         high_bits = form.slots + form.size // 2**form.low_bits
+        bits = form.code_bits or 8 * form.value_dtype.size
         least = (
-            form.slots * form.value_dtype.size
+            2 * len(form.begins)
+            + -(-form.slots * bits // 8)
             + form.slots * form.low_bits // 8
             + (high_bits + 7) // 8
         )
@@ -262,7 +308,7 @@ class MakeFormatTest(tf.test.TestCase):
 
     def test_a_position_costs_little_more_than_one_byte_at_a_quarter(self) -> None:
         form = packing.make_format(250_000, 1_000_000, "float32")
-        self.assertLess((form.body_bytes[1] + form.body_bytes[2]) / 250_000, 1.15)
+        self.assertLess((form.body_bytes[2] + form.body_bytes[3]) / 250_000, 1.15)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
             for values in found:
                 self.assertAllEqual(values, tf.cast(equal, tf.float32))
 
-    @parameterized.parameters("float32", "float16")
+    @parameterized.parameters("float32", "float16", "sign")
     def test_compression_loses_nothing(self, value_dtype: str) -> None:
         # Gradients that do not depend on where a worker is: what is not sent yet is
         # all that is missing.

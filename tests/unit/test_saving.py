@@ -294,7 +294,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
 
 
 class FlushTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.product(workers=[1, 3], value_dtype=["float32", "float16"])
+    @parameterized.product(workers=[1, 3], value_dtype=["float32", "log4"])
     def test_all_that_was_accumulated_has_been_sent_then(
         self, workers: int, value_dtype: str
     ) -> None:

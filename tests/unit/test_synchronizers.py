@@ -14,7 +14,7 @@ from tf_dgc import values as values_lib
 from tf_dgc.compression import arena as layout_lib
 from tf_dgc.compression import message as packing
 from tf_dgc.compression.dgc import Momentum
-from tf_dgc.config import DGCConfig
+from tf_dgc.config import VALUE_DTYPES, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger
 from tf_dgc.exchanges.compressed import message_format
 from tf_dgc.transports.base import Transport
@@ -141,7 +141,7 @@ class DenseTest(tf.test.TestCase):
 @pytest.mark.long
 class CompressionTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
-        value_dtype=["float32", "float16", "bfloat16"], workers=[1, 2]
+        value_dtype=["float32", "float16", "bfloat16", "log4"], workers=[1, 2]
     )
     def test_sent_plus_kept_is_what_was_accumulated(
         self, value_dtype: str, workers: int
@@ -175,12 +175,14 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         layout = layout_lib.build([("w0", shape)])
         form = message_format(layout, config.sparsity, config, transport.size)
         (message,) = [s.arrays[0] for s in transport.sent if ".message" in s.name]
-        header, positions, values = packing.unpack(form, tf.constant([message]))
+        found = packing.unpack(form, tf.constant([message]))
         sent = np.zeros(layout.size, np.float32)
-        sent[positions.numpy()] = packing.decoded(values, header.exponent)
+        positions = found.positions[0]
+        values = packing.numbers(form, found)[0]
+        sent[positions[positions < form.size].numpy()] = values[positions < form.size]
         return sent.reshape(shape)
 
-    @parameterized.parameters("float32", "float16", "bfloat16")
+    @parameterized.parameters(*VALUE_DTYPES)
     def test_nothing_is_lost_over_many_steps(self, value_dtype: str) -> None:
         shape = (8, 16)
 
@@ -542,7 +544,7 @@ class MessageFormatTest(tf.test.TestCase):
         seen = set()
         for shapes in ([(8, 16)], [(100, 100), (30, 5)], [(3, 3)]):
             layout = layout_lib.build([("t", shape) for shape in shapes])
-            for value_dtype in ("float32", "float16"):
+            for value_dtype in VALUE_DTYPES:
                 config = settings_of(value_dtype=value_dtype)
                 for sparsity in (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999):
                     for workers in (1, 2, 4, 8, 64, 1000):
@@ -908,7 +910,7 @@ class LawTest(parameterized.TestCase, tf.test.TestCase):
                 for weight, single in zip(found, expected, strict=True):
                     self.assertAllClose(weight, single, 1e-5, 1e-5, name)
 
-    @parameterized.product(workers=[2, 4], value_dtype=["float32", "bfloat16"])
+    @parameterized.product(workers=[2, 4], value_dtype=["bfloat16", "sign", "log4"])
     def test_all_workers_hold_the_same_bits(
         self, workers: int, value_dtype: str
     ) -> None:

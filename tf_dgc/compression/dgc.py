@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc.compression import arena, message, selection
+from tf_dgc.compression import arena, coarse, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.values import half_square, one_of
@@ -53,6 +53,7 @@ class Selection(NamedTuple):
     positions: tf.Tensor  # shape [C], int64, ascending, C <= K
     values: tf.Tensor  # shape [C], the message's value type: v[S] * 2**exponent
     exponent: tf.Tensor  # shape [], int32
+    scales: tf.Tensor | None = None  # shape [T], bfloat16, where values are codes
 
 
 def clip_scale(gradients: Sequence[Any], clip_norm: float, workers: int) -> tf.Tensor:
@@ -152,13 +153,21 @@ def select(
 
     Returns:
         The selection, its values rounded to `config.value_dtype` but never to infinity;
-        float16 with the exponent that brings the largest near the end of its range.
+        float16 with the exponent that brings the largest near the end of its range,
+        "sign" and "log4" as codes.
     """
     threshold = selection.thresholds(residual, peaks, layout, plan, step)
     positions, values = selection.select(
         residual, peaks, layout, threshold, plan.slots, step
     )
-    value_dtype, exponent = tf.as_dtype(config.value_dtype), tf.zeros([], tf.int32)
+    exponent = tf.zeros([], tf.int32)
+    if config.value_dtype in coarse.BITS:
+        begins = tuple(segment.offset for segment in layout.segments)
+        tensors = coarse.tensors_of(begins, positions)
+        bits = coarse.BITS[config.value_dtype]
+        codes, scales = coarse.encode(bits, values, tensors, len(begins))
+        return Selection(positions, codes, exponent, scales)
+    value_dtype = tf.as_dtype(config.value_dtype)
     if value_dtype == tf.float16:
         largest = tf.maximum(tf.reduce_max(tf.abs(values)), selection.SMALLEST)
         binade = tf.cast(tf.floor(tf.math.log(largest) / math.log(2)), tf.int32)
@@ -166,10 +175,7 @@ def select(
         exponent = tf.clip_by_value(14 - binade, -most, most)
         values *= message.power_of_two(exponent)
     if value_dtype != tf.float32:
-        limit = float(value_dtype.max)
-        bounded = tf.clip_by_value(values, -limit, limit)  # but infinity stays it
-        values = tf.where(tf.math.is_inf(values), values, bounded)
-        values = tf.cast(values, value_dtype)
+        values = coarse.rounded(values, value_dtype)
     return Selection(positions, values, exponent)
 
 

@@ -4,7 +4,9 @@ A message of K slots for an arena of P elements is, in this order,
 
     header     HEADER_WORDS x int32: FORMAT, exponent, checksum of the layout, step,
                number of elements
-    values     K x float32 | float16 | bfloat16, each times 2**exponent
+    scales     T x bfloat16 where values are codes, else none
+    values     K x float32 | float16 | bfloat16, each times 2**exponent; or K codes of
+               1 or 4 bits, see coarse.py
     low bits   K x uint8 | uint16     position modulo 2**L, L = 8 or 16
     high bits  K + P / 2**L bits      for the i-th element, bit i + position // 2**L
 
@@ -17,11 +19,13 @@ References:
     J. ACM 21 (1974), https://doi.org/10.1145/321812.321820
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc.compression import coarse
 from tf_dgc.values import first_true
 
 FORMAT = 0x44474303  # "DGC", version 3
@@ -38,6 +42,7 @@ FAULTS = (
     "the number of its elements",
     "their positions",
     "values that are not finite, as where what was accumulated has overflowed",
+    "the scales of its values",
 )
 
 
@@ -56,8 +61,10 @@ class Format(NamedTuple):
 
     slots: int  # K
     size: int  # P
-    value_dtype: tf.DType
+    value_dtype: tf.DType  # of values, or of codes
     low_bits: int  # 8 or 16
+    code_bits: int = 0  # 0 where values are no codes
+    begins: tuple[int, ...] = ()  # of the T tensors, which have scales where there are
 
     @property
     def high_bytes(self) -> int:
@@ -65,11 +72,13 @@ class Format(NamedTuple):
         return -(-(self.slots + (self.size >> self.low_bits)) // 8) if self.slots else 0
 
     @property
-    def body_bytes(self) -> tuple[int, int, int]:
-        """Bytes of the values, of the low bits, and of the high bits with padding."""
-        values = self.slots * self.value_dtype.size
+    def body_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes of scales, values, low bits, and of the high bits with padding."""
+        scales = len(self.begins) * coarse.SCALE.size
+        values = -(-self.slots * (self.code_bits or 8 * self.value_dtype.size) // 8)
         low = self.slots * self.low_bits // 8
-        return values, low, self.high_bytes + -(values + low + self.high_bytes) % 4
+        body = scales + values + low + self.high_bytes
+        return scales, values, low, self.high_bytes + -body % 4
 
     @property
     def words(self) -> int:
@@ -82,10 +91,21 @@ class Format(NamedTuple):
         return 4 * self.words
 
 
-def make_format(slots: int, size: int, value_dtype: tf.DType | str) -> Format:
-    """Choose the shorter encoding for K slots out of P elements."""
-    value_dtype = tf.as_dtype(value_dtype)
-    formats = [Format(slots, size, value_dtype, bits) for bits in (8, 16)]
+def make_format(
+    slots: int, size: int, value_dtype: tf.DType | str, begins: Sequence[int] = (0,)
+) -> Format:
+    """Choose the shorter encoding for K slots out of P elements.
+
+    Args:
+        slots: K.
+        size: P.
+        value_dtype: as in `DGCConfig`.
+        begins: of the T tensors, ascending.
+    """
+    code_bits = coarse.BITS.get(value_dtype, 0)
+    dtype = tf.uint8 if code_bits else tf.as_dtype(value_dtype)
+    scaled = tuple(begins) if code_bits and slots else ()
+    formats = [Format(slots, size, dtype, bits, code_bits, scaled) for bits in (8, 16)]
     return min(formats, key=lambda form: form.words)
 
 
@@ -94,6 +114,7 @@ def pack(
     positions: tf.Tensor,
     values: tf.Tensor,
     exponent: tf.Tensor,
+    scales: tf.Tensor | None = None,
     *,
     checksum: int,
     step: tf.Tensor,
@@ -105,6 +126,7 @@ def pack(
         positions: shape [C], int64, C <= K, ascending, below P.
         values: shape [C], `form.value_dtype`.
         exponent: shape [], int32.
+        scales: shape [T], bfloat16, where values are codes.
         checksum: of the layout.
         step: shape [], any integer type.
 
@@ -125,7 +147,7 @@ def pack(
     unused = form.slots - count
     octets = [
         _to_bytes(header),
-        tf.pad(_to_bytes(values), [[0, unused * values.dtype.size]]),
+        *_value_bytes(form, values, scales),
         tf.pad(_to_bytes(low), [[0, unused * low.dtype.size]]),
         _high_bits(form, positions),
     ]
@@ -150,6 +172,18 @@ def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
 
 
+def _value_bytes(
+    form: Format, values: tf.Tensor, scales: tf.Tensor | None
+) -> list[tf.Tensor]:
+    """Return the octets of scales, where there are, and of the values of K slots."""
+    if scales is None:
+        unused = form.slots - tf.size(values)
+        return [tf.pad(_to_bytes(values), [[0, unused * values.dtype.size]])]
+    octets = coarse.to_octets(form.code_bits, values)
+    unused = form.body_bytes[1] - tf.size(octets)
+    return [_to_bytes(scales), tf.pad(octets, [[0, unused]])]
+
+
 def _high_bits(form: Format, positions: tf.Tensor) -> tf.Tensor:
     rank = tf.range(tf.size(positions, tf.int64), dtype=tf.int64)
     index = rank + tf.bitwise.right_shift(positions, form.low_bits)
@@ -159,7 +193,7 @@ def _high_bits(form: Format, positions: tf.Tensor) -> tf.Tensor:
         tf.bitwise.bitwise_and(index, 7),
     )
     octet = tf.bitwise.right_shift(index, 3)
-    octets = tf.math.unsorted_segment_sum(bit, octet, form.body_bytes[2])
+    octets = tf.math.unsorted_segment_sum(bit, octet, form.body_bytes[3])
     return tf.cast(octets, tf.uint8)
 
 
@@ -169,6 +203,7 @@ class Contents(NamedTuple):
     header: Header  # each field of shape [N], int32
     positions: tf.Tensor  # shape [N, K], int64; P in unused slots
     values: tf.Tensor  # shape [N, K], as sent, times 2**exponent; 0 in unused slots
+    scales: tf.Tensor  # shape [N, T], bfloat16; T is 0 where values are no codes
 
 
 def unpack(form: Format, messages: tf.Tensor) -> Contents:
@@ -185,9 +220,14 @@ def unpack(form: Format, messages: tf.Tensor) -> Contents:
     )
     if not form.slots:
         nothing = tf.zeros([workers, 0], tf.int64)
-        return Contents(header, nothing, tf.cast(nothing, form.value_dtype))
-    values, low, high = _parts(form, octets)
-    values = _joined(values, form.slots, form.value_dtype)
+        values, scales = (tf.cast(nothing, t) for t in (form.value_dtype, coarse.SCALE))
+        return Contents(header, nothing, values, scales)
+    scales, values, low, high = _parts(form, octets)
+    scales = _joined(scales, len(form.begins), coarse.SCALE)
+    if form.code_bits:
+        values = coarse.from_octets(form.code_bits, values, form.slots)
+    else:
+        values = _joined(values, form.slots, form.value_dtype)
     if form.low_bits == 16:
         low = _joined(low, form.slots, tf.uint16)
     bits = tf.bitcast(tf.gather(_SPREAD, tf.cast(high, tf.int32)), tf.uint8)
@@ -207,7 +247,18 @@ def unpack(form: Format, messages: tf.Tensor) -> Contents:
         header,
         tf.where(used, found, form.size),
         tf.where(used, values, tf.zeros_like(values)),
+        scales,
     )
+
+
+def numbers(form: Format, contents: Contents) -> tf.Tensor:
+    """Return what the values of messages stand for: shape [N, K], float32."""
+    header, positions, values, scales = contents
+    if not form.begins:
+        return decoded(values, header.exponent[:, tf.newaxis])
+    tensors = coarse.tensors_of(form.begins, positions)
+    found = coarse.decode(form.code_bits, values, tensors, scales)
+    return tf.where(positions < form.size, found, tf.zeros_like(found))
 
 
 def _octets(form: Format, messages: tf.Tensor) -> tf.Tensor:
@@ -217,7 +268,7 @@ def _octets(form: Format, messages: tf.Tensor) -> tf.Tensor:
 
 
 def _parts(form: Format, octets: tf.Tensor) -> list[tf.Tensor]:
-    """Return the octets of values, low bits and high bits, each of shape [N, bytes]."""
+    """Return the octets of the parts of the body, each of shape [N, bytes]."""
     parts, begin = [], _HEADER_BYTES
     for size in form.body_bytes:
         parts.append(octets[:, begin : begin + size])
@@ -243,14 +294,14 @@ def faults(form: Format, messages: tf.Tensor, contents: Contents) -> tf.Tensor:
     Args:
         form: the form that the senders used.
         messages: shape [N, form.words], int32.
-        contents: what `unpack` made of them, the values `decoded`.
+        contents: what `unpack` made of them, the values as `numbers`.
 
     Returns:
         Indices into FAULTS, shape [N], int64.
     """
-    header, positions, values = contents
+    header, positions, values, scales = contents
     most = MAX_EXPONENT if form.value_dtype == tf.float16 else 0
-    high = _parts(form, _octets(form, messages))[2]
+    high = _parts(form, _octets(form, messages))[3]
     count = _ones_in(high)
     used = positions < form.size
     # Those that are no positions of the arena end the ascent before its time.
@@ -264,6 +315,7 @@ def faults(form: Format, messages: tf.Tensor, contents: Contents) -> tf.Tensor:
         (tf.cast(header.count, tf.int64) != count) | (count > form.slots),
         ~_all(ascend) | (places != count),
         ~_all(tf.math.is_finite(values)),
+        ~_all((scales >= 0) & tf.math.is_finite(scales)),
     ]
     return first_true(tf.stack(wrong))
 

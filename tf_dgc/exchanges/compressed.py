@@ -429,7 +429,8 @@ def message_format(
         A format of no slots where dense is cheaper.
     """
     slots = sum(selection.slots_per_segment(layout, sparsity))
-    form = message.make_format(slots, layout.size, config.value_dtype)
+    begins = [segment.offset for segment in layout.segments]
+    form = message.make_format(slots, layout.size, config.value_dtype, begins)
     dense = sums.ring_cost(layout.elements)
     if sparsity == 0 or sums.GatherSum.cost(form, workers) >= dense:
         return message.make_format(0, layout.size, config.value_dtype)

@@ -197,7 +197,8 @@ def measure_message(
 ) -> float:
     """Measure the seconds that it takes to read one message more, and to add it."""
     slots = sum(selection.slots_per_segment(layout, config.sparsity))
-    form = message.make_format(slots, layout.size, config.value_dtype)
+    begins = [segment.offset for segment in layout.segments]
+    form = message.make_format(slots, layout.size, config.value_dtype, begins)
     if not layout.size or config.sparsity == 0:
         return 0.0
     with tf.device(default_device()):

@@ -176,6 +176,8 @@ STEPS: Mapping[str, Step] = {
     ),
     "dgc_float16": Step(_dgc(value_dtype="float16"), _sgd),
     "dgc_bfloat16": Step(_dgc(value_dtype="bfloat16"), _sgd),
+    "dgc_sign": Step(_dgc(value_dtype="sign"), _sgd),
+    "dgc_log4": Step(_dgc(value_dtype="log4"), _adam),
     "averaging": Step(_averaging(synchronous_steps=2), _adam),
     "averaging_adaptive": Step(_averaging(period="adaptive"), _sgd),
     "averaging_outer": Step(

@@ -141,8 +141,7 @@ def receive(form: message.Format, messages: tf.Tensor) -> message.Contents:
         tf.errors.InvalidArgumentError: one is damaged, or not of this step.
     """
     found = message.unpack(form, messages)
-    exponent = found.header.exponent[:, tf.newaxis]
-    found = found._replace(values=message.decoded(found.values, exponent))
+    found = found._replace(values=message.numbers(form, found))
     faults = message.faults(form, messages, found)
     with tf.control_dependencies([_require_sound(faults, found.header)]):
         return tf.nest.map_structure(tf.identity, found)
