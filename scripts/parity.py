@@ -7,8 +7,8 @@
 Trains a ResNet-8 on CIFAR-10, or an LSTM language model on characters, on logical
 workers in one process (`tf_dgc.simulate`); with a `period`, which averages parameters,
 on real ones (`run_local.py`). A row of the table is a name from ROWS below, or a name
-of one's own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...),
-or of averaging; `warmup_epochs` is counted in epochs.
+of one's own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...;
+schedule, "cosine" or "step"), or of averaging; `warmup_epochs` is counted in epochs.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
@@ -83,6 +83,8 @@ DEFAULTS: dict[str, Any] = {
     "momentum_masking": True,
     "sample_fraction": 0.01,
     "value_dtype": "float32",
+    "rate_correction": True,
+    "schedule": "cosine",
 }
 # Of averaging; they are no part of other rows, which have no period.
 AVERAGING: dict[str, Any] = {
@@ -220,6 +222,23 @@ def averaging_of(settings: dict[str, Any]) -> Any:
     return tf_dgc.ParameterAveragingStrategy(config)
 
 
+def schedule_of(settings: dict[str, Any], steps: int) -> Any:
+    """Returns the learning rate: a cosine to 0, or tenths after half and 3/4."""
+    import keras
+
+    rate = settings["learning_rate"]
+    if settings["schedule"] not in ("cosine", "step"):
+        raise ValueError(
+            "`schedule` must be 'cosine' or 'step'. Received: "
+            f"schedule={settings['schedule']!r}"
+        )
+    if settings["schedule"] == "cosine":
+        return keras.optimizers.schedules.CosineDecay(rate, steps)
+    rates = [rate, rate / 10, rate / 100]
+    ends = [steps // 2, steps * 3 // 4]
+    return keras.optimizers.schedules.PiecewiseConstantDecay(ends, rates)
+
+
 def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     """Returns what one run gave."""
     import keras
@@ -242,9 +261,7 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     with strategy.scope():
         model = build()
         sgd = keras.optimizers.SGD(
-            keras.optimizers.schedules.CosineDecay(
-                settings["learning_rate"], args.epochs * steps
-            ),
+            schedule_of(settings, args.epochs * steps),
             momentum=settings["momentum"],
             weight_decay=settings["weight_decay"],
         )

@@ -53,6 +53,9 @@ class DGCConfig(_Settings):
         momentum_masking: clear the velocity of the elements that were sent; not where
             everything is, at a sparsity of 0 or because it is cheaper. Short trainings
             are better off without, see docs/parity.md.
+        rate_correction: where the learning rate falls to half of the last step's or
+            less, what waits is multiplied by as much, so that it counts at the new
+            rate. With `momentum_correction` only; else what waits are gradients.
         min_elements: tensors with fewer elements are reduced densely, and so are
             all tensors of rank 0 and 1.
         sample_fraction: fraction of a tensor that is looked at to estimate its
@@ -80,6 +83,7 @@ class DGCConfig(_Settings):
     clip_norm: float | None = None
     momentum_correction: bool = True
     momentum_masking: bool = True
+    rate_correction: bool = True
     min_elements: int = 1024
     sample_fraction: float = 0.01
     value_dtype: str = "float32"
@@ -106,7 +110,7 @@ class DGCConfig(_Settings):
             self._set("clip_norm", _number("clip_norm", self.clip_norm))
             if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
                 raise ValueError(_message("clip_norm", "None or positive", self))
-        for name in ("momentum_correction", "momentum_masking"):
+        for name in ("momentum_correction", "momentum_masking", "rate_correction"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(_message(name, "True or False", self))
         fraction = _number("sample_fraction", self.sample_fraction)

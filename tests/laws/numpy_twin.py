@@ -46,6 +46,11 @@ def correct(
     return u, u
 
 
+def fall(rate: float, last: float) -> np.float32:
+    """Return lr / lr', where lr' is that of the last step and lr at most half of it."""
+    return np.float32(rate / last if 0 < rate <= last / 2 else 1.0)
+
+
 def accumulate(v: np.ndarray, gain: np.ndarray) -> np.ndarray:
     """v <- v + u."""
     return v + gain
@@ -144,7 +149,7 @@ class Cluster:
         own = [shapes[i] for i in self.compressed]
         self.sizes = [int(np.prod(shape)) for shape in own]
         self.workers = [Worker(own) for _ in range(workers)]
-        self.steps = 0
+        self.steps, self.rate = 0, 0.0
 
     def step(self, gradients: list[Tensors], rate: float) -> Tensors:
         """Take each worker's gradients; return the sum of what all sent."""
@@ -152,6 +157,10 @@ class Cluster:
         dtype = self.config.value_dtype
         everything = all_goes(self.sizes, sparsity, len(self.workers), dtype)
         self.steps += 1
+        if self.momentum is not None and self.config.rate_correction:
+            for worker in self.workers:
+                worker.v = [fall(rate, self.rate) * v for v in worker.v]
+        self.rate = rate or self.rate
         sums = [np.zeros_like(g) for g in gradients[0]]
         for worker, local in zip(self.workers, gradients, strict=True):
             local = clip(local, self.config.clip_norm, len(self.workers))

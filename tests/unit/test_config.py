@@ -83,7 +83,11 @@ class DGCConfigTest(tf.test.TestCase):
             self.assert_refused(ValueError, "clip_norm", value, "None or positive.")
 
     def test_switches_are_bools(self) -> None:
-        for name in ("momentum_correction", "momentum_masking"):
+        for name in (
+            "momentum_correction",
+            "momentum_masking",
+            "rate_correction",
+        ):
             for value in (0, 1, "yes", None):
                 self.assert_refused(TypeError, name, value, "True or False.")
 

@@ -1,6 +1,7 @@
 """Tests of the step: its laws, and beside a slow twin in NumPy."""
 
 import itertools
+import tempfile
 from typing import Any
 
 import keras
@@ -437,6 +438,64 @@ class SparsityZeroTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllEqual(update, gradient)
 
 
+class FallTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        (0.1, 0.0, 1.0),  # the first
+        (0.1, 0.1, 1.0),
+        (0.06, 0.1, 1.0),
+        (0.05, 0.1, 0.5),
+        (0.01, 0.1, 0.1),
+        (0.2, 0.1, 1.0),
+        (0.0, 0.1, 1.0),
+    )
+    def test_is_the_ratio_where_the_rate_has_halved_at_least(
+        self, rate: float, last: float, expected: float
+    ) -> None:
+        found = dgc.fall(tf.constant(rate), tf.constant(last))
+        self.assertAllClose(found, expected, 1e-6)
+
+    def residuals(self, rates: list[float], settings: dict[str, Any]) -> np.ndarray:
+        """Return v after each step, with a constant gradient and no momentum."""
+        config = DGCConfig(min_elements=0, momentum_masking=False, **settings)
+        ledger, found = compressing(LocalTransport(), config), []
+        variables = [tf.Variable(tf.zeros([16, 16]))]
+        for rate in rates:
+            gradient = np.ones([16, 16], np.float32)
+            gradient[0, 0] = np.nan if rate < 0 else 100.0  # goes, at each step
+            momentum = Momentum(0.0, False, abs(rate))
+            exchange(ledger, OWNER, [tf.constant(gradient)], variables, momentum)
+            found.append(float(only(ledger).residual[-1]))
+        return np.array(found)
+
+    def test_what_waits_counts_at_the_new_rate(self) -> None:
+        rates = [1.0, 1.0, 0.25, 0.25, 1.0, 0.5, 0.0, 0.0, 0.125, 0.1]
+        expected = [1, 2, 0.75, 1, 2, 1.5, 1.5, 1.5, 0.5, 0.6]
+        self.assertAllClose(self.residuals(rates, {"sparsity": 0.996}), expected)
+        expected = np.cumsum(rates)
+        settings = {"sparsity": 0.996, "rate_correction": False}
+        self.assertAllClose(self.residuals(rates, settings), expected)
+
+    def test_a_step_that_is_left_out_does_not_count(self) -> None:
+        rates = [1.0, 1.0, -0.25, 0.25, -1.0, 0.25]  # with NaN where negative
+        settings = {"sparsity": 0.996, "nonfinite": "skip"}
+        found = self.residuals(rates, settings)
+        self.assertAllClose(found, [1, 2, 2, 0.75, 0.75, 1.0])
+
+    def test_a_restored_worker_knows_the_last_rate(self) -> None:
+        config = DGCConfig(min_elements=0, sparsity=0.99)
+        variables, gradient = [tf.Variable(tf.zeros([16, 16]))], tf.ones([16, 16])
+        first, second = (compressing(LocalTransport(), config) for _ in range(2))
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        exchange(first, OWNER, [gradient], variables, Momentum(0.9, False, 1.0))
+        first.save(folder)
+        second.restore(folder)
+        for ledger in (first, second):
+            own = Momentum(0.9, False, 0.1)
+            exchange(ledger, OWNER, [gradient], variables, own)
+        self.assertAllEqual(only(first).residual, only(second).residual)
+        self.assertAllClose(only(first).residual[-1], 0.1 + 0.9 + 0.1)
+
+
 class FairnessTest(tf.test.TestCase):
     def test_selection_never_prefers_a_position(self) -> None:
         # Equal magnitudes: every element passes its tensor's threshold, by as much.
@@ -496,6 +555,7 @@ class TwinCase(parameterized.TestCase, tf.test.TestCase):
         warm_up: bool,
         workers: int,
         value_dtype: str = "float32",
+        rate_correction: bool = True,
     ) -> None:
         config = DGCConfig(
             sparsity=0.9,
@@ -506,6 +566,7 @@ class TwinCase(parameterized.TestCase, tf.test.TestCase):
             momentum_masking=masking,
             min_elements=0,
             value_dtype=value_dtype,
+            rate_correction=rate_correction,
         )
         random = np.random.default_rng(31)
         gradients = [
@@ -637,7 +698,7 @@ class NumpyTwinTest(TwinCase):
 class NumpyTwinOfCoarseValuesTest(TwinCase):
     @parameterized.parameters(
         ("heavy-ball", True, False, True, 2, "sign"),
-        ("heavy-ball", False, True, False, 1, "sign"),
+        ("heavy-ball", False, True, False, 1, "sign", False),
         ("Nesterov", True, True, False, 2, "log4"),
         ("none", False, False, True, 1, "log4"),
     )

@@ -46,7 +46,7 @@ class Worker:
 
     @property
     def state(self) -> list[np.ndarray]:
-        """Velocity, residual and step."""
+        """Residual, velocity, learning rate and step."""
         arena = only(self.synchronizer)
         return [v.numpy() for v in (*arena.state.values(), arena.step)]
 
@@ -113,7 +113,11 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             if before != after:
                 for state in found:
                     self.assertAllEqual(state[part], found[0][part])
-        self.assertEqual({int(state[2]) for state in found}, {5})
+        self.assertEqual({int(state[-1]) for state in found}, {5})
+        # Of the rate each has what all had.
+        self.assertEqual(
+            {float(state[2]) for state in (*saved, *found)}, {MOMENTUM.learning_rate}
+        )
 
     def test_may_be_saved_again_before_the_first_step(self) -> None:
         self.save_after(4, 1)
@@ -276,7 +280,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
                 for outcome in killed_in(act, late):
                     self.assertIsInstance(outcome, Exception)
                 states = run_workers(2, restored)
-                steps = {int(state[2]) for state in states}
+                steps = {int(state[-1]) for state in states}
                 self.assertIn(steps, ({2}, {3}))
         self.assertLen(old, 2)
 

@@ -2,9 +2,12 @@
 
 Axes: P arena elements, N workers, K message slots. The paper's letters: g gradient,
 u velocity (local momentum), v residual (accumulated velocity), m momentum, lr learning
-rate. As in Keras, and other than in the paper, lr is inside the velocity: what waits
-keeps the rate of its own step. At a constant rate the two are the same.
+rate, lr' that of the step before. As in Keras, and other than in the paper, lr is
+inside the velocity: what waits keeps the rate of its own step. Only where the rate
+falls to half or less, as in schedules of steps, what waits goes on at the new one, the
+paper's rule; u goes on as in Keras. At a constant rate the two are the same.
 
+    v    <- v * lr / lr'                            where lr <= lr' / 2
     g    <- lr * clip(g, clip_norm * N**-0.5)
     u    <- m * u + g                     Nesterov: u <- m * (u + g)
     v    <- v + u                                   v <- v + u + g
@@ -84,6 +87,21 @@ def clip_scale(gradients: Sequence[Any], clip_norm: float, workers: int) -> tf.T
     )
     limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
     return tf.cast(limit / tf.maximum(norm, limit), tf.float32)
+
+
+def fall(rate: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
+    """Return by what v is multiplied at a learning rate, after another one.
+
+    Args:
+        rate: lr, shape [], float32.
+        last: that of the step before; 0 where there was none.
+
+    Returns:
+        lr / last where that is 1/2 or less, but for a rate of 0, which may be a pause;
+        else 1.
+    """
+    fell = (rate > 0) & (rate <= 0.5 * last)
+    return tf.where(fell, tf.math.divide_no_nan(rate, last), tf.ones_like(rate))
 
 
 def accumulate(

@@ -95,6 +95,7 @@ class Compressed(Exchange):
             self.residual = own_variable(zeros, "dgc_residual")
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = own_variable(tf.zeros([], tf.int64), "dgc_step")
+            self._rate = own_variable(tf.zeros([]), "dgc_rate")  # of the last step
         self._coverage = Coverage(self.layout, self._device)
         self._stages = warmup.stages(config)
         self._tell_dense_stages()
@@ -138,6 +139,7 @@ class Compressed(Exchange):
                 learning_rate=tf.cast(momentum.learning_rate, tf.float32)
             )
             args = gradient, rate, scale * told.factor
+            self._correct_rate(rate)
             inplace.update(self._device, dgc.accumulate, state, *args)
             return self._sum(weights)
 
@@ -151,6 +153,22 @@ class Compressed(Exchange):
                 found[i] = tf.cast(tensor, local[i].dtype)
         flags = [finished and i in self._large for i in range(len(local))]
         return Update(found, flags, ok, told.sent + sent)
+
+    def _correct_rate(self, momentum: dgc.Momentum | None) -> None:
+        """Let v fall with the learning rate; this is the last one from now on."""
+        if momentum is None:
+            return
+        with tf.device("CPU:0"):  # which chooses what is done
+            rate, last = momentum.learning_rate, self._rate.read_value()
+            fallen = dgc.fall(rate, last)
+            self._rate.assign(tf.where(rate > 0, rate, last), read_value=False)
+            falls = fallen < 1.0
+
+        def scale() -> None:
+            self.residual.assign(fallen * self.residual, read_value=False)
+
+        if self.config.rate_correction:
+            tf.cond(falls, scale, lambda: None)
 
     def _clipped(
         self, local: list[Any], momentum: dgc.Momentum | None, times: float
@@ -306,6 +324,8 @@ class Compressed(Exchange):
         found = {f"residual of {unit}": self.residual}
         if self.velocity is not None:
             found[f"velocity of {unit}"] = self.velocity
+        if self._corrects:
+            found["learning rate"] = self._rate
         return found
 
     @property
