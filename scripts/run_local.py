@@ -9,6 +9,11 @@ is prefixed with the rank. When one worker fails, the others are ended, and the
 exit status is that of the first to fail (128 + N for signal N, 124 for a
 timeout). Ctrl-C and SIGTERM are passed on. No process is left behind.
 
+    python scripts/run_local.py -n 4 --ps 2 -- python train.py
+
+starts parameter servers, too, which run the same command; then a worker that fails ends
+no other.
+
 It is what `tf-dgc-run` does on one machine, for any command and from a checkout.
 """
 
@@ -19,18 +24,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from tf_dgc.launcher.job import Job
-from tf_dgc.launcher.workers import Workers, free_ports, tf_config
-
-
-def run(command: Sequence[str], count: int, timeout: float | None, grace: float) -> int:
-    """Runs `count` workers of `command`; returns the exit status to end with."""
-
-    def start(attempt: int) -> Workers:
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
-        each = [{"TF_CONFIG": tf_config(addresses, rank)} for rank in range(count)]
-        return Workers(command, each)
-
-    return Job("run_local", timeout, grace).run(start)
+from tf_dgc.launcher.workers import start_here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Start N workers of one training script on this machine.",
     )
     parser.add_argument("-n", type=int, required=True, help="number of workers")
+    parser.add_argument(
+        "--ps", type=int, default=0, metavar="M", help="number of parameter servers"
+    )
     parser.add_argument("--timeout", type=float, help="end all after so many seconds")
     parser.add_argument(
         "--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL"
@@ -49,10 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = options.command[options.command[:1] == ["--"] :]
     if options.n < 1:
         parser.error(f"`-n` must be at least 1. Received: -n {options.n}")
+    if options.ps < 0:
+        parser.error(f"`--ps` must be 0 or more. Received: --ps {options.ps}")
     if not command:
         parser.error("no command to run; write it behind `--`")
     try:
-        return run(command, options.n, options.timeout, options.grace)
+        job = Job("run_local", options.timeout, options.grace, options.ps)
+        return job.run(lambda attempt: start_here(command, options.n, options.ps))
     except (FileNotFoundError, PermissionError) as error:
         print(f"run_local: cannot start {command[0]}: {error}", file=sys.stderr)
         return 127

@@ -12,11 +12,12 @@ from tf_dgc.version import __version__
 
 if _typing.TYPE_CHECKING:
     from tf_dgc import callbacks, simulate, transports
-    from tf_dgc.config import AveragingConfig, DGCConfig
+    from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
     from tf_dgc.exchanges.figures import RoundStats, StepStats, TensorStats
     from tf_dgc.strategies import (
         DenseStrategy,
         DGCStrategy,
+        DownpourStrategy,
         ParameterAveragingStrategy,
     )
 
@@ -25,6 +26,8 @@ __all__ = [
     "DGCConfig",
     "DGCStrategy",
     "DenseStrategy",
+    "DownpourConfig",
+    "DownpourStrategy",
     "ParameterAveragingStrategy",
     "RoundStats",
     "StepStats",
@@ -40,6 +43,8 @@ _ORIGINS = {
     "DGCConfig": "config",
     "DGCStrategy": "strategies",
     "DenseStrategy": "strategies",
+    "DownpourConfig": "config",
+    "DownpourStrategy": "strategies",
     "ParameterAveragingStrategy": "strategies",
     "RoundStats": "exchanges.figures",
     "StepStats": "exchanges.figures",

@@ -14,9 +14,11 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
+from tf_dgc.exchanges.downpour import ServerStats
 from tf_dgc.strategies import backups, positions, remembered
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.strategies.downpour import DownpourStrategy
 from tf_dgc.strategies.extended import on_one_worker
 from tf_dgc.strategies.files import AtTheEnd
 from tf_dgc.transports import handshake
@@ -53,6 +55,14 @@ class CompressionStats(keras.callbacks.Callback):
     | `distance` | of this worker's parameters from those then agreed on, before the |
     |  | last round, Euclidean norm: how far workers part within a period |
 
+    With `DownpourStrategy` also, of this worker in this epoch,
+
+    | log | meaning |
+    |---|---|
+    | `pushes`, `pulls` | how often it pushed gradients, and fetched parameters |
+    | `staleness` | mean number of pushes of others that its own pushes had missed |
+    | `received_bytes` | parameters that it fetched |
+
     Example:
         model.fit(dataset, callbacks=[tf_dgc.callbacks.CompressionStats()])
     """
@@ -67,6 +77,7 @@ class CompressionStats(keras.callbacks.Callback):
         self.by_tensor = by_tensor
         self._before: list[int] = []
         self._rounds = 0
+        self._served: ServerStats | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the counters stand."""
@@ -75,6 +86,8 @@ class CompressionStats(keras.callbacks.Callback):
         strategy.tensor_stats(reset=True)
         if isinstance(strategy, ParameterAveragingStrategy):
             self._rounds = int(strategy.round_stats().rounds)
+        if isinstance(strategy, DownpourStrategy):
+            self._served = strategy.server_stats()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the figures to `logs`."""
@@ -100,10 +113,24 @@ class CompressionStats(keras.callbacks.Callback):
             figures["rounds"] = int(stats.rounds) - self._rounds
             figures["period"] = int(stats.period)
             figures["distance"] = float(stats.distance)
+        if isinstance(strategy, DownpourStrategy) and self._served is not None:
+            figures |= _served(self._served, strategy.server_stats())
         if self.by_tensor:
             figures |= {f"density/{tensor.name}": tensor.density for tensor in tensors}
         if logs is not None:
             logs.update(figures)
+
+
+def _served(before: ServerStats, after: ServerStats) -> dict[str, float]:
+    """Return what a worker did with the servers between two times."""
+    differences = [float(b) - float(a) for a, b in zip(before, after, strict=True)]
+    found = ServerStats._make(differences)
+    return {
+        "pushes": int(found.pushes),
+        "pulls": int(found.pulls),
+        "staleness": found.staleness / max(found.pushes, 1.0),
+        "received_bytes": int(found.received_bytes),
+    }
 
 
 class BackupState(keras.callbacks.Callback, AtTheEnd):
@@ -127,6 +154,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     of `save_state` and the weights of each worker. Workers may share the disk, or have
     one each; to continue on another number of workers, from the last end of an epoch,
     they must share it. A backup is removed only when all have written newer ones.
+
+    With `DownpourStrategy` the chief alone writes, what the servers have at that time;
+    a worker that joins begins with the chief's epoch.
     """
 
     def __init__(
@@ -173,6 +203,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue from the last backup, if there is one."""
         strategy = _strategy_of(self)
+        if not strategy.saves_state:
+            self._follow(strategy)
+            return
         if self._within:
             self._prepare(strategy)
         position = self._last_common(strategy)
@@ -209,6 +242,11 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         saving.together(strategy.transport, subject, read)
         strategy.restore_state(folder, self.model)
 
+    def _follow(self, strategy: BaseStrategy) -> None:
+        """Begin with the chief's epoch, where workers do not meet."""
+        if isinstance(strategy, DownpourStrategy):
+            _host.keras.set_initial_epoch(self.model, strategy.chief_epoch())
+
     def _prepare(self, strategy: BaseStrategy) -> None:
         """Agree on a number of this run."""
         own = tf.constant([secrets.randbelow(2**31)], tf.int64)
@@ -226,6 +264,11 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Go to where the backup was made in the epoch, if it was."""
         _host.keras.set_initial_epoch(self.model, None)
+        strategy = _strategy_of(self)
+        if not strategy.saves_state:
+            return
+        if isinstance(strategy, DownpourStrategy):
+            strategy.tell_epoch(epoch)
         self._epoch, position = epoch, self._resumed
         self._resumed, self._done = None, position.step if position else 0
         if position is not None and position.step:
@@ -254,9 +297,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Copy what is to be backed up within an epoch, and begin to write it."""
-        if not self._within:
-            return
         strategy = _strategy_of(self)
+        if not (self._within and strategy.saves_state):
+            return
         steps, self._done = batch + 1 - self._done, batch + 1
         if not self._due(strategy, steps):
             return
@@ -282,6 +325,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup, then remove those before it."""
         strategy = _strategy_of(self)
+        if not strategy.saves_state:
+            return
         self._iterator = None
         if self._within:
             self._since, self._last = 0, time.monotonic()
@@ -311,6 +356,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backups."""
         strategy = _strategy_of(self)
+        if not strategy.saves_state:
+            return
         _host.keras.set_initial_epoch(self.model, None)
         strategy.transport.barrier()
         if self.delete_checkpoint:

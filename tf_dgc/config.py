@@ -233,6 +233,57 @@ class AveragingConfig(_Settings):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DownpourConfig(_Settings):
+    """Settings of asynchronous SGD with parameter servers.
+
+    Attributes:
+        fetch_period: steps of a worker from one fetch of the parameters to the next, 1
+            or more. In between SGD takes the worker's own steps, as in the paper; other
+            optimizers leave its copy as it was fetched.
+        push_period: steps whose gradients a worker adds up before it pushes their sum
+            to the servers, 1 or more.
+        max_staleness: steps that a worker may be ahead of the slowest living one, 0 or
+            more; 0 is lockstep. None sets no bound.
+        staleness_rate: whether a push is applied at the learning rate divided by its
+            staleness, the number of pushes since its worker's fetch, where that is
+            more than 1.
+        liveness: seconds after which a worker that is not heard of holds nobody back,
+            and another may take its place; positive.
+
+    Raises:
+        ValueError: a value is out of its range.
+        TypeError: a value is of the wrong type.
+
+    References:
+        Dean et al.: Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD,
+        `n_fetch` and `n_push`). Ho et al.: More Effective Distributed ML via a Stale
+        Synchronous Parallel Parameter Server, NIPS 2013. Zhang et al.: Staleness-aware
+        Async-SGD for Distributed Deep Learning, IJCAI 2016.
+    """
+
+    fetch_period: int = 1
+    push_period: int = 1
+    max_staleness: int | None = None
+    staleness_rate: bool = True
+    liveness: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("fetch_period", "push_period"):
+            self._set(name, _count(name, getattr(self, name), 1))
+        if self.max_staleness is not None:
+            self._set("max_staleness", _count("max_staleness", self.max_staleness))
+        if not isinstance(self.staleness_rate, bool):
+            raise TypeError(_message("staleness_rate", "True or False", self))
+        self._set("liveness", _number("liveness", self.liveness))
+        if not (math.isfinite(self.liveness) and self.liveness > 0):
+            raise ValueError(_message("liveness", "a positive number of seconds", self))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings as plain values, fit for JSON."""
+        return dataclasses.asdict(self)
+
+
 def _message(name: str, rule: str, config: object) -> str:
     return f"`{name}` must be {rule}. Received: {name}={getattr(config, name)!r}"
 

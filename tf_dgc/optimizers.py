@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.compression import arena, dgc
-from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.transports import Transport
 from tf_dgc.values import first_nonfinite
 
@@ -121,7 +121,7 @@ def leave_out_whole_steps(
 def refuse_whole_tensors(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[Any],
-    config: DGCConfig | AveragingConfig | None,
+    config: DGCConfig | AveragingConfig | DownpourConfig | None,
 ) -> None:
     """Refuse an optimizer that a sparse gradient would lead astray.
 
@@ -218,7 +218,7 @@ def check_outsider(model: keras.Model, others: bool) -> str:
 def warnings_about(
     optimizer: keras.optimizers.Optimizer,
     workers: int,
-    config: DGCConfig | AveragingConfig | None,
+    config: DGCConfig | AveragingConfig | DownpourConfig | None,
 ) -> list[str]:
     """Say which settings of an optimizer mean something else on several workers.
 

@@ -3,6 +3,7 @@
     tf-dgc-run -n 4 train.py --epochs 3
     tf-dgc-run --hosts a:2,b:2 train.py --epochs 3
     tf-dgc-run -n 4 --strategy dgc --sparsity 0.999 train.py --epochs 3
+    tf-dgc-run -n 4 --ps 2 train.py --epochs 3
 
 Each worker gets a `TF_CONFIG` that names all of them, by which the strategies find each
 other. With `--strategy` the script needs no changed line: the strategy is made and set
@@ -11,6 +12,11 @@ fails, all are ended, and with `--restarts` the job is started again: it continu
 its `BackupState` has its last backup. Ctrl-C and SIGTERM are passed on to all workers.
 The exit status is that of the first worker to fail, 128 + N for signal N; 124 where
 `--timeout` is out, 127 where the workers cannot be started.
+
+`--ps M` starts M parameter servers, with the same script; their output is prefixed with
+ps0, ps1, ... Then a worker that fails ends no other, and with `--restarts` is started
+again by itself. When all workers have ended the servers get SIGTERM, and the exit
+status is that of worker 0. A server that ends while workers run ends all.
 
 `python -m tf_dgc.run` is the same. Hosts are reached by ssh, with keys; the script, the
 Python and its packages must be in the same places there. Workers on them get what of
@@ -23,9 +29,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from tf_dgc.launcher import hosts, settings
+from tf_dgc.launcher import hosts, settings, workers
 from tf_dgc.launcher.job import Group, Job
-from tf_dgc.launcher.workers import Workers, free_ports, tf_config
 
 NAME = "tf-dgc-run"
 _CANNOT_START = 127
@@ -40,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = parser.add_argument_group("where")
     where.add_argument("-n", type=int, metavar="N", help="number of workers")
+    where.add_argument(
+        "--ps",
+        type=int,
+        default=0,
+        metavar="M",
+        help="number of parameter servers, for DownpourStrategy",
+    )
     where.add_argument("--hosts", metavar="A:N,B:M", help="hosts, and workers on each")
     where.add_argument(
         "--ssh", default="ssh", metavar="COMMAND", help="how to reach hosts: 'ssh -i k'"
@@ -110,6 +122,11 @@ def _command(options: argparse.Namespace) -> list[str]:
     script = options.script[options.script[:1] == ["--"] :]
     if not script:
         raise ValueError("no script to run")
+    if (options.strategy == "downpour") != (options.ps > 0) and options.strategy:
+        raise ValueError(
+            "`--strategy downpour`, and no other, needs servers: `--ps 1` or more. "
+            f"Received: --strategy {options.strategy} --ps {options.ps}"
+        )
     if options.no_python and options.strategy:
         raise ValueError("`--strategy` needs a script of Python, not `--no-python`")
     settled = options.sparsity is not None or options.config is not None
@@ -140,6 +157,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"`--restarts` must be 0 or more. Received: --restarts {options.restarts}"
         )
+    if options.ps < 0:
+        raise ValueError(f"`--ps` must be 0 or more. Received: --ps {options.ps}")
     for name in ("timeout", "grace", "silence"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < float("inf"):
@@ -160,15 +179,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = _environment(options)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
-    job = Job(NAME, options.timeout, options.grace)
+    job = Job(NAME, options.timeout, options.grace, options.ps)
 
     def start(attempt: int) -> Group:
         own = environment | {"TF_DGC_ATTEMPT": str(attempt)}
         if places[0].address == "localhost":
-            return _start_here(command, places[0].slots, own)
+            return workers.start_here(command, places[0].slots, options.ps, own)
         ssh = hosts.Ssh(options.ssh, options.grace, options.silence)
         passed = hosts.passed_on(os.environ) | own
-        return hosts.Hosts(command, places, passed, ssh, lambda: job.received)
+        how = passed, ssh, lambda: job.received, options.ps
+        return hosts.Hosts(command, places, *how)
 
     try:
         return job.run(start, options.restarts)
@@ -177,12 +197,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + job.received[0]
         sys.stderr.write(f"{NAME}: {error}\n")
         return _CANNOT_START
-
-
-def _start_here(command: list[str], count: int, environment: dict[str, str]) -> Workers:
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    configs = [tf_config(addresses, rank) for rank in range(count)]
-    return Workers(command, [environment | {"TF_CONFIG": text} for text in configs])
 
 
 if __name__ == "__main__":

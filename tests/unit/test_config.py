@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 
 steady = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -252,3 +252,38 @@ class AveragingConfigTest(tf.test.TestCase):
 
 if __name__ == "__main__":
     tf.test.main()
+
+
+class DownpourConfigTest(tf.test.TestCase):
+    def assert_refused(
+        self, error: type[Exception], name: str, values: Any, rule: str
+    ) -> None:
+        for value in values:
+            with self.subTest(name=name, value=value):
+                with self.assertRaises(error) as caught:
+                    DownpourConfig(**{name: value})
+                message = str(caught.exception)
+                self.assertStartsWith(message, f"`{name}` must be {rule}")
+                self.assertIn(f"Received: {name}=", message)
+
+    def test_periods_and_bounds_are_whole_numbers(self) -> None:
+        for name in ("fetch_period", "push_period"):
+            self.assert_refused(ValueError, name, (0, -1), "1 or more")
+            self.assert_refused(TypeError, name, (1.5, "2", None, True), "an integer")
+        self.assert_refused(ValueError, "max_staleness", (-1,), "0 or more")
+        self.assert_refused(TypeError, "max_staleness", (0.5, True), "an integer")
+
+    def test_the_rest_is_of_its_kind_and_range(self) -> None:
+        self.assert_refused(TypeError, "staleness_rate", (1, None), "True or False")
+        self.assert_refused(TypeError, "liveness", ("1", None, True), "a number")
+        rule = "a positive number of seconds"
+        self.assert_refused(ValueError, "liveness", (0, -1.0, INF, NAN), rule)
+
+    def test_settings_survive_json(self) -> None:
+        config = DownpourConfig(
+            fetch_period=np.int64(4), max_staleness=0, liveness=2, staleness_rate=False
+        )
+        text = json.dumps(config.get_config())
+        self.assertEqual(DownpourConfig.from_config(json.loads(text)), config)
+        with self.assertRaisesRegex(ValueError, r"unknown keys \['period'\]"):
+            DownpourConfig.from_config({"period": 2})

@@ -33,6 +33,7 @@ ROOMS = (
     "compression",
     "averaging",
     "transports",
+    "servers",
     "exchanges",
     "optimizers",
     "step",
@@ -93,6 +94,7 @@ def wanted() -> list[tuple[Any, str]]:
         _host.hooks,
         _host.iterators,
         _host.keras,
+        _host.shared,
         _host.tensorflow,
     )
     return [each for part in parts for each in part.wanted()]
@@ -125,6 +127,8 @@ class SurfaceTest(tf.test.TestCase):
                 "DGCConfig",
                 "DGCStrategy",
                 "DenseStrategy",
+                "DownpourConfig",
+                "DownpourStrategy",
                 "ParameterAveragingStrategy",
                 "RoundStats",
                 "StepStats",

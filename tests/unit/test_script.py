@@ -108,8 +108,8 @@ with tf_dgc.DenseStrategy().scope():
 
 class SettingsTest(tf.test.TestCase):
     def test_a_strategy_that_there_is_not_is_refused(self) -> None:
-        with self.assertRaisesRegex(ValueError, "must be one of.*--strategy downpour"):
-            settings.Settings("downpour", {})
+        with self.assertRaisesRegex(ValueError, "must be one of.*--strategy parallax"):
+            settings.Settings("parallax", {})
 
     def test_the_command_line_counts_more_than_the_file(self) -> None:
         path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "c.json"

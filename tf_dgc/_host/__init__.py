@@ -11,6 +11,7 @@ from tf_dgc._host import (
     iterators,
     keras,
     probe,
+    shared,
     tensorflow,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "iterators",
     "keras",
     "probe",
+    "shared",
     "tensorflow",
 ]

@@ -57,6 +57,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "generator": keras.random.SeedGenerator.next, which is public;
             "arrays": keras/src/trainers/data_adapters/array_data_adapter.py:
             ArrayDataAdapter.get_tf_dataset, which calls tf.random.shuffle;
+            "fit", "evaluate", "predict": of keras.Model, which are public;
             "build": KB/tensorflow/trainer.py: _maybe_symbolic_build(iterator,
             data_batch), in which `fit`, `evaluate` and their kin read a batch to build
             the model, whatever scope that is of;
@@ -81,6 +82,9 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "data seeds": (data_random_seed, "get_seed"),
         "generator": (keras.random.SeedGenerator, "next"),
         "arrays": (array_data_adapter.ArrayDataAdapter, "get_tf_dataset"),
+        "fit": (keras.Model, "fit"),
+        "evaluate": (keras.Model, "evaluate"),
+        "predict": (keras.Model, "predict"),
         "build": (keras.Model, "_maybe_symbolic_build"),
         "compile": (keras.Model, "compile"),
         "train function": (keras.Model, "make_train_function"),

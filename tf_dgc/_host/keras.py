@@ -55,9 +55,14 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.optimizers.Optimizer, "_backend_update_step"),
         (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
         (keras.optimizers.Optimizer, "_distribution_strategy"),
+        (keras.optimizers.Optimizer, "_accumulated_gradients"),
+        (keras.optimizers.Optimizer, "_iterations"),
         (keras.optimizers.Optimizer, "_learning_rate"),
         (keras.optimizers.Optimizer, "_model_variables_moving_average"),
+        (keras.optimizers.Optimizer, "_overwrite_model_variables_with_average_value"),
         (keras.optimizers.Optimizer, "_trainable_variables"),
+        (keras.optimizers.Optimizer, "_update_model_variables_moving_average"),
+        (keras.Variable, "_value"),
     ]
 
 
@@ -224,6 +229,80 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     known = {id(other) for other in others}
     found = [v.value for v in optimizer.variables if id(v) not in known]
     return [v for v in found if v.dtype.is_floating]
+
+
+def movable_slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return what an optimizer keeps of its training, wherever that is.
+
+    Not its counter of steps, its learning rate, and the gradients that a worker adds up
+    by itself. keras/src/optimizers/base_optimizer.py: BaseOptimizer._iterations,
+    _learning_rate and _accumulated_gradients.
+    """
+    own = [
+        optimizer._iterations,
+        getattr(optimizer, "_learning_rate", None),
+        *getattr(optimizer, "_accumulated_gradients", []),
+    ]
+    known = {id(each) for each in own}
+    return [v for v in optimizer.variables if id(v) not in known]
+
+
+def mover_of(variable: keras.Variable) -> Callable[[Any], None]:
+    """Return what lets another variable of TensorFlow stand for a variable of Keras.
+
+    KB/tensorflow/core.py: Variable._value.
+    """
+
+    def move(value: Any) -> None:
+        variable._value = value
+
+    return move
+
+
+def step_counter_of(optimizer: keras.optimizers.Optimizer) -> tuple[tf.Variable, int]:
+    """Return what counts an optimizer's steps, and by how much one push counts.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._iterations, which is not the
+    public `iterations` where gradients are accumulated.
+    """
+    return optimizer._iterations.value, optimizer.gradient_accumulation_steps or 1
+
+
+def update_average(
+    optimizer: keras.optimizers.Optimizer, index: int, variable: Any
+) -> None:
+    """Let an optimizer's average of a variable follow it, as Keras does.
+
+    keras/src/optimizers/base_optimizer.py:
+    BaseOptimizer._update_model_variables_moving_average.
+    """
+    # Its value knows of pieces; what Keras has around it does not.
+    average = optimizer._model_variables_moving_average[index].value
+    later = tf.cast(tf.not_equal(optimizer.iterations, 0), variable.dtype)
+    momentum = later * optimizer.ema_momentum
+    average.assign(momentum * average + (1 - momentum) * variable)
+
+
+def take_averages(
+    optimizer: keras.optimizers.Optimizer, elsewhere: Callable[[], bool]
+) -> None:
+    """Leave an optimizer's averages of variables alone where something else has them.
+
+    Args:
+        optimizer: of the user.
+        elsewhere: tells whether, when a step asks for them.
+    """
+    for name in (
+        "_update_model_variables_moving_average",
+        "_overwrite_model_variables_with_average_value",
+    ):
+        original = getattr(type(optimizer), name)
+
+        def method(variables: Any, original: Any = original) -> None:
+            if not elsewhere():
+                original(optimizer, variables)
+
+        setattr(optimizer, name, method)
 
 
 def follows_schedule(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tf_dgc.launcher.workers import POLL_SECONDS, Workers, free_ports
 
-HELLO = b"tf_dgc.agent 1\n"
+HELLO = b"tf_dgc.agent 2\n"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOT_FOUND = 127
 
@@ -102,14 +102,14 @@ def _serve(orders: _Orders, received: list[int]) -> None:
         workers = Workers(
             order["command"],
             order["environments"],
-            first_rank=order["first_rank"],
+            names=order["names"],
             out=_Frames("out"),
             err=_Frames("err"),
         )
     except OSError as error:
         text = f"cannot start {order['command'][0]}: {error}\n".encode()
         _Frames("err").write(text)
-        _tell("codes", [_NOT_FOUND] * count)
+        _tell("codes", [[0, _NOT_FOUND]] * count)
         return
     lost = True
     try:
@@ -119,7 +119,7 @@ def _serve(orders: _Orders, received: list[int]) -> None:
         over = None not in workers.exit_codes()
         workers.end(signal.SIGTERM, lambda: over or time.monotonic() > last)
     if not lost:  # else nobody reads, and to write might take for ever
-        _tell("codes", workers.exit_codes())
+        _tell("codes", _ends(workers))
 
 
 def _watch(
@@ -130,21 +130,28 @@ def _watch(
     Returns:
         Whether the launcher is gone.
     """
-    told: list[int | None] = []
+    told: list[tuple[int, int | None]] = []
     while not (orders.ended or orders.silent() > silence):
         for order in orders.read(POLL_SECONDS):
             if "signal" in order:
-                workers.signal(order["signal"])
+                workers.signal(order["signal"], order["tasks"])
+            if "again" in order:
+                workers.again(order["again"], order["environment"])
             if "kill" in order:
                 workers.kill()
                 return False
-        codes = workers.exit_codes()
-        if codes != told:
-            _tell("codes", codes)
-            told = codes
+        ends = _ends(workers)
+        if ends != told:
+            _tell("codes", ends)
+            told = ends
         if received:
             return False
     return True
+
+
+def _ends(workers: Workers) -> list[tuple[int, int | None]]:
+    """Return for each worker how often it was started again, and its exit code."""
+    return list(zip(workers.starts, workers.exit_codes(), strict=True))
 
 
 def _tell(kind: str, content: object) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from tf_dgc.launcher import agent
-from tf_dgc.launcher.workers import POLL_SECONDS, forward, tf_config, write
+from tf_dgc.launcher.workers import POLL_SECONDS, forward, labels, tf_config, write
 
 # Of this process's environment, what workers elsewhere get.
 PASSED_ON = ("TF_", "KERAS_", "PYTHON", "OMP_")
@@ -71,7 +71,7 @@ def read_hosts(text: str) -> list[Host]:
 
 
 class Hosts:
-    """The workers of one run, in the order of their hosts."""
+    """The tasks of one run: workers in the order of their hosts, then servers."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class Hosts:
         environment: Mapping[str, str],
         ssh: Ssh,
         give_up: Callable[[], object],
+        servers: int = 0,
     ) -> None:
         """Start them.
 
@@ -89,6 +90,7 @@ class Hosts:
             environment: what all workers have beside that of their host.
             ssh: how.
             give_up: whether to wait no longer for the hosts.
+            servers: parameter servers; each on the next host, from the first on.
 
         Raises:
             HostError: a host cannot be reached, or has no tf_dgc.
@@ -96,31 +98,35 @@ class Hosts:
         self._agents: list[_Agent] = []
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
+        extra = [len(range(i, servers, len(hosts))) for i in range(len(hosts))]
         try:
-            for host in hosts:
-                self._agents.append(_Agent(host, environment, ssh))
+            for host, count in zip(hosts, extra, strict=True):
+                self._agents.append(_Agent(host, environment, ssh, count))
             self._wait_for_ports(give_up)
         except BaseException:
             self.kill()
             raise
+        # Of each task, its host and its number there.
+        self._places = [(i, k) for i, h in enumerate(hosts) for k in range(h.slots)]
+        workers = len(self._places)
+        for j in range(servers):
+            i = j % len(hosts)
+            self._places.append((i, hosts[i].slots + j // len(hosts)))
         addresses = [
-            f"{each.host.address}:{port}"
-            for each in self._agents
-            for port in each.ports
+            f"{hosts[i].address}:{self._agents[i].ports[k]}" for i, k in self._places
         ]
-        first_rank = 0
-        for each in self._agents:
-            ranks = range(first_rank, first_rank + each.host.slots)
-            configs = [tf_config(addresses, rank) for rank in ranks]
+        names = labels(workers, servers)
+        for i, each in enumerate(self._agents):
+            tasks = [t for t, (host, _) in enumerate(self._places) if host == i]
+            configs = [tf_config(addresses, task, servers) for task in tasks]
             own = [dict(environment) | {"TF_CONFIG": text} for text in configs]
             each.order(
                 command=list(command),
                 environments=own,
-                first_rank=first_rank,
+                names=[names[task] for task in tasks],
                 grace=ssh.grace,
                 silence=ssh.silence,
             )
-            first_rank += each.host.slots
 
     def _wait_for_ports(self, give_up: Callable[[], object]) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -140,16 +146,21 @@ class Hosts:
                 each.say(b"\n")
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit code of each worker, None where it still runs."""
-        return [code for each in self._agents for code in each.exit_codes()]
+        """Return the exit code of each task, None where it still runs."""
+        codes = [each.exit_codes() for each in self._agents]
+        return [codes[i][k] for i, k in self._places]
 
-    def end(self, signum: int, give_up: Callable[[], bool]) -> None:
-        """Send `signum`; wait until all have ended or `give_up()`; then kill."""
-        for each in self._agents:
-            each.order(signal=int(signum))
-        while None in self.exit_codes() and not give_up():
-            time.sleep(POLL_SECONDS)
-        self.kill()
+    def signal(self, signum: int, tasks: Sequence[int]) -> None:
+        """Send `signum` to tasks that still run."""
+        for i, each in enumerate(self._agents):
+            own = [self._places[task] for task in tasks]
+            numbers = [k for host, k in own if host == i]
+            each.order(signal=int(signum), tasks=numbers)
+
+    def again(self, task: int, environment: Mapping[str, str]) -> bool:
+        """Start a task again that has ended, unless its host is lost."""
+        i, k = self._places[task]
+        return self._agents[i].again(k, environment)
 
     def kill(self) -> None:
         """End what is left of every worker and of what was started to reach it."""
@@ -164,12 +175,16 @@ class Hosts:
 class _Agent:
     """A connection to the agent of a host."""
 
-    def __init__(self, host: Host, environment: Mapping[str, str], ssh: Ssh) -> None:
+    def __init__(
+        self, host: Host, environment: Mapping[str, str], ssh: Ssh, servers: int
+    ) -> None:
         self.host = host
         self.ports: list[int] = []
-        self._codes: list[int | None] = [None] * host.slots
+        count = host.slots + servers
+        self._codes: list[int | None] = [None] * count
+        self._starts = [0] * count
         self._done = self._closing = False
-        self._writing = threading.Lock()
+        self._writing, self._codes_lock = threading.Lock(), threading.Lock()
         self._process = subprocess.Popen(
             _line(host, environment, ssh),
             stdin=subprocess.PIPE,
@@ -185,7 +200,7 @@ class _Agent:
         ]
         for reader in self._readers:
             reader.start()
-        self.order(count=host.slots)
+        self.order(count=count)
 
     @property
     def lost(self) -> bool:
@@ -219,6 +234,23 @@ class _Agent:
         if not self._done:
             return list(self._codes)
         return [_LOST if code is None else code for code in self._codes]
+
+    def again(self, task: int, environment: Mapping[str, str]) -> bool:
+        """Start a task again that has ended; tell whether there is anybody to do so."""
+        if self._done:
+            return False
+        with self._codes_lock:
+            self._starts[task] += 1
+            self._codes[task] = None
+        self.order(again=task, environment=dict(environment))
+        return True
+
+    def _take(self, ends: Sequence[tuple[int, int | None]]) -> None:
+        """Note how tasks ended, as far as that was their last start."""
+        with self._codes_lock:
+            for task, (starts, code) in enumerate(ends):
+                if starts == self._starts[task]:
+                    self._codes[task] = code
 
     def close(self, deadline: float) -> None:
         """Wait for the agent's end, then end the connection."""
@@ -257,7 +289,7 @@ class _Agent:
             elif kind == "ports":
                 self.ports = json.loads(content)
             elif kind == "codes":
-                self._codes = json.loads(content)
+                self._take(json.loads(content))
 
 
 def _line(host: Host, environment: Mapping[str, str], ssh: Ssh) -> list[str]:

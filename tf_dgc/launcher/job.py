@@ -3,96 +3,189 @@
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from tf_dgc.launcher.workers import POLL_SECONDS
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIMED_OUT = 124  # as of timeout(1)
+# A worker that fails for a server's end may be heard of before the server.
+_HEARD_SECONDS = 1.0
 
 
 class Group(Protocol):
-    """Workers that run: `Workers` of this machine, or `Hosts`."""
+    """Tasks that run, workers before servers: `Workers` of this machine, or `Hosts`."""
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit code of each worker, None where it still runs."""
+        """Return the exit code of each task, None where it still runs."""
 
-    def end(self, signum: int, give_up: Callable[[], bool]) -> None:
-        """Send `signum`; wait until all have ended or `give_up()`; then kill."""
+    def signal(self, signum: int, tasks: Sequence[int]) -> None:
+        """Send `signum` to tasks that still run."""
+
+    def again(self, task: int, environment: Mapping[str, str]) -> bool:
+        """Start a task again that has ended; tell whether that can be done.
+
+        Args:
+            task: its number.
+            environment: what it has beside what it had.
+        """
 
     def kill(self) -> None:
         """End what is left."""
 
 
+class End(NamedTuple):
+    """How a job ends."""
+
+    status: int
+    reason: str = ""  # none where it ends well
+
+
 class Job:
     """Runs workers until all have ended well, or one has not.
+
+    With servers, workers do not need each other: one that fails is started again by
+    itself, as long as restarts are left, and else the others go on without it. The job
+    ends with the last worker, as the first of them has, or with the first server.
 
     Attributes:
         received: the signals that came to this process, and are passed on.
     """
 
-    def __init__(self, name: str, timeout: float | None, grace: float) -> None:
+    def __init__(
+        self, name: str, timeout: float | None, grace: float, servers: int = 0
+    ) -> None:
         """Take over the signals of this process.
 
         Args:
             name: of the program, for what it says.
             timeout: seconds until all is ended, or None.
             grace: seconds from a signal that ends workers to SIGKILL.
+            servers: how many of the tasks, the last ones, are parameter servers.
         """
         self.received: list[int] = []
         self._name, self._timeout, self._grace = name, timeout, grace
+        self._servers = servers
         self._deadline = time.monotonic() + timeout if timeout else float("inf")
         for signum in _PASSED_ON:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, lambda number, _: self.received.append(number))
 
     def run(self, start: Callable[[int], Group], restarts: int = 0) -> int:
-        """Run to the end; start again what fails, with all its workers.
+        """Run to the end; start again what fails.
 
         Args:
-            start: starts the workers; takes how often they were started before.
+            start: starts all tasks; takes how often any were started again before.
             restarts: how often that may be.
 
         Returns:
             The exit status to end with: 0, or that of the first worker to fail (128 + N
             for signal N), 124 where the time is out.
         """
-        for attempt in range(restarts + 1):
-            status = self._attempt(start, attempt)
+        self._restarts, self._again = restarts, 0
+        while True:
+            status = self._attempt(start)
             over = self.received or status in (0, TIMED_OUT)
-            if over or attempt == restarts:
-                break
-            self._say(f"starting again, {attempt + 1} of {restarts}")
-        return status
+            if over or self._again == restarts:
+                return status
+            self._count("starting again")
 
-    def _attempt(self, start: Callable[[int], Group], attempt: int) -> int:
-        group = start(attempt)
-        codes = group.exit_codes()
-        while None in codes and not any(codes) and not self.received:
-            if time.monotonic() > self._deadline:
-                break
+    def _count(self, text: str) -> None:
+        self._again += 1
+        self._say(f"{text}, {self._again} of {self._restarts}")
+
+    def _attempt(self, start: Callable[[int], Group]) -> int:
+        group = start(self._again)
+        self._failed: dict[int, float] = {}  # workers, since when
+        self._given_up: set[int] = set()
+        while (end := self._end_of(group)) is None:
             time.sleep(POLL_SECONDS)
-            codes = group.exit_codes()
-        sent = signal.SIGTERM
+        if end.reason:
+            self._say(f"{end.reason}; ending all workers")
+        sent = signal.Signals(self.received[0]) if self.received else signal.SIGTERM
+        self._finish(group, sent)
+        return end.status
+
+    def _end_of(self, group: Group) -> End | None:
+        """Return how the job ends, None where it goes on."""
         if self.received:
             number = self.received[0]
-            status, reason = 128 + number, f"received signal {number}"
-            sent = signal.Signals(number)
-        elif failed := [(rank, code) for rank, code in enumerate(codes) if code]:
-            rank, code = failed[0]
-            status = code if code > 0 else 128 - code
-            reason = f"worker {rank} ended with status {status}"
-        elif None in codes:
-            status, reason = TIMED_OUT, f"no end after {self._timeout:g} seconds"
-        else:
-            group.kill()
-            return 0
-        self._say(f"{reason}; ending all workers")
+            return End(128 + number, f"received signal {number}")
+        codes = group.exit_codes()
+        workers = codes[: len(codes) - self._servers]
+        servers = codes[len(workers) :]
+        end = self._apart(group, workers, servers) if servers else _together(workers)
+        if end is None and time.monotonic() > self._deadline:
+            return End(TIMED_OUT, f"no end after {self._timeout:g} seconds")
+        return end
+
+    def _apart(
+        self,
+        group: Group,
+        workers: Sequence[int | None],
+        servers: Sequence[int | None],
+    ) -> End | None:
+        """Return how workers end that do not need each other."""
+        lost = [(j, code) for j, code in enumerate(servers) if code is not None]
+        over = None not in workers
+        if lost and not (over and workers[0] == 0):
+            server, own = lost[0]
+            status = _status(own)
+            return End(status or 1, f"server {server} ended with status {status}")
+        now = time.monotonic()
+        for rank, code in enumerate(workers):
+            if code and rank not in self._given_up:
+                since = self._failed.setdefault(rank, now)
+                if now - since > _HEARD_SECONDS:
+                    self._replace(group, rank, code, needed=workers[0] != 0)
+                over = False
+        return End(_status(workers[0] or 0)) if over else None
+
+    def _replace(self, group: Group, rank: int, code: int, needed: bool) -> None:
+        """Start a worker again that has failed, or let the others go on."""
+        del self._failed[rank]
+        text = f"worker {rank} ended with status {_status(code)}"
+        if needed and self._again < self._restarts:
+            attempt = {"TF_DGC_ATTEMPT": str(self._again + 1)}
+            if group.again(rank, attempt):
+                self._count(f"{text}; starting it again")
+                return
+        self._given_up.add(rank)
+        self._say(f"{text}; the others go on")
+
+    def _finish(self, group: Group, sent: int) -> None:
+        """End the workers by a signal, then the servers, then what is left."""
         seen, last = len(self.received), time.monotonic() + self._grace
-        group.end(sent, lambda: time.monotonic() > last or len(self.received) > seen)
-        return status
+        count = len(group.exit_codes())
+        workers = count - self._servers
+        for tasks, signum in (
+            (range(workers), sent),
+            (range(workers, count), signal.SIGTERM),
+        ):
+            group.signal(signum, tasks)
+            while any(code is None for code in _of(group.exit_codes(), tasks)):
+                if time.monotonic() > last or len(self.received) > seen:
+                    break
+                time.sleep(POLL_SECONDS)
+        group.kill()
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{self._name}: {text}\n")
         sys.stderr.flush()
+
+
+def _together(workers: Sequence[int | None]) -> End | None:
+    """Return how workers end that need each other."""
+    if failed := [(rank, code) for rank, code in enumerate(workers) if code]:
+        rank, code = failed[0]
+        return End(_status(code), f"worker {rank} ended with status {_status(code)}")
+    return None if None in workers else End(0)
+
+
+def _of(codes: Sequence[int | None], tasks: range) -> Sequence[int | None]:
+    return codes[tasks.start : tasks.stop]
+
+
+def _status(code: int) -> int:
+    return code if code >= 0 else 128 - code

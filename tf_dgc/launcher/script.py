@@ -33,6 +33,8 @@ def set_strategy(chosen: settings.Settings) -> None:
         strategy = strategies.DenseStrategy()
     elif chosen.strategy == "dgc":
         strategy = strategies.DGCStrategy(record)
+    elif chosen.strategy == "downpour":  # does not come back in a server's task
+        strategy = strategies.DownpourStrategy(record)
     else:
         strategy = strategies.ParameterAveragingStrategy(record)
     tf.distribute.experimental_set_strategy(strategy)

@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 
-STRATEGIES = ("dense", "dgc", "averaging")
+STRATEGIES = ("dense", "dgc", "averaging", "downpour")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,14 @@ class Settings:
         """
         self.record()
 
-    def record(self) -> DGCConfig | AveragingConfig | None:
+    def record(self) -> DGCConfig | AveragingConfig | DownpourConfig | None:
         """Return the record of settings; None for a strategy that has none."""
         if self.strategy == "dgc":
             return DGCConfig.from_config(self.config)
         if self.strategy == "averaging":
             return AveragingConfig.from_config(self.config)
+        if self.strategy == "downpour":
+            return DownpourConfig.from_config(self.config)
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"`--strategy` must be one of {STRATEGIES}. "

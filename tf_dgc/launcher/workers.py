@@ -40,10 +40,25 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def tf_config(addresses: Sequence[str], rank: int) -> str:
-    """Return the `TF_CONFIG` of worker `rank`; each worker has one of `addresses`."""
-    cluster = {"worker": list(addresses)}
-    return json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+def tf_config(addresses: Sequence[str], task: int, servers: int = 0) -> str:
+    """Return the `TF_CONFIG` of a task.
+
+    Args:
+        addresses: of each task; the last ones are of the servers.
+        task: its number.
+        servers: how many parameter servers there are.
+    """
+    workers = len(addresses) - servers
+    cluster = {"worker": list(addresses[:workers])}
+    if servers:
+        cluster["ps"] = list(addresses[workers:])
+    kind, index = ("worker", task) if task < workers else ("ps", task - workers)
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+
+def labels(workers: int, servers: int = 0) -> list[str]:
+    """Return what stands before the output of each task."""
+    return [str(i) for i in range(workers)] + [f"ps{j}" for j in range(servers)]
 
 
 def forward(source: IO[bytes], target: Sink, prefix: bytes) -> None:
@@ -77,53 +92,80 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 class Workers:
-    """The processes of one run on this machine."""
+    """The processes of one run on this machine.
+
+    Attributes:
+        starts: how often each was started again.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         *,
-        first_rank: int = 0,
+        names: Sequence[str] | None = None,
         out: Sink | None = None,
         err: Sink | None = None,
     ) -> None:
-        """Start them; each line of output is written behind the rank.
+        """Start them; each line of output is written behind the name.
 
         Args:
             command: of all workers.
             environments: of each worker, what it has beside that of this process.
-            first_rank: of the first worker; the others follow.
+            names: of each; by default its number.
             out: where the workers' stdout goes, by default to stdout.
             err: likewise, stderr.
 
         Raises:
             OSError: the command cannot be started.
         """
+        self._command = command
+        self._environments = list(environments)
+        self._names = labels(len(environments)) if names is None else list(names)
+        self._out, self._err = out or sys.stdout.buffer, err or sys.stderr.buffer
         self._processes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
+        self.starts = [0] * len(environments)
         try:
             for environment in environments:
                 self._processes.append(_start(command, environment))
         except OSError:
             self.kill()
             raise
-        for rank, process in enumerate(self._processes, first_rank):
-            prefix = f"[{rank}] ".encode()
-            self._read(process.stdout, out or sys.stdout.buffer, prefix)
-            self._read(process.stderr, err or sys.stderr.buffer, prefix)
+        for worker in range(len(self._processes)):
+            self._read_both(worker)
 
-    def _read(self, *arguments: object) -> None:
-        self._readers.append(
-            threading.Thread(target=forward, args=arguments, daemon=True)
-        )
-        self._readers[-1].start()
+    def _read_both(self, worker: int) -> None:
+        process, prefix = self._processes[worker], f"[{self._names[worker]}] ".encode()
+        for source, sink in ((process.stdout, self._out), (process.stderr, self._err)):
+            self._readers.append(
+                threading.Thread(
+                    target=forward, args=(source, sink, prefix), daemon=True
+                )
+            )
+            self._readers[-1].start()
 
-    def signal(self, signum: int) -> None:
-        """Send `signum` to every worker and to the processes it started."""
-        for process in self._processes:
+    def signal(self, signum: int, tasks: Sequence[int] | None = None) -> None:
+        """Send `signum` to workers, by default all, and what they started."""
+        every = range(len(self._processes))
+        for process in [
+            self._processes[i] for i in (every if tasks is None else tasks)
+        ]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signum)
+
+    def again(self, task: int, environment: Mapping[str, str]) -> bool:
+        """Start one again that has ended; see `job.Group`."""
+        self.starts[task] += 1
+        self.signal(signal.SIGKILL, [task])  # what it may have left
+        self._environments[task] = {**self._environments[task], **environment}
+        try:
+            process = _start(self._command, self._environments[task])
+        except OSError:
+            return False
+        self._processes[task] = process
+        self._read_both(task)
+        return True
 
     def exit_codes(self) -> list[int | None]:
         """Return the exit code of each worker, None where it still runs."""
@@ -157,3 +199,24 @@ def _start(
         start_new_session=True,  # a process group of its own, to signal as one
         preexec_fn=_die_with_parent(),
     )
+
+
+def start_here(
+    command: Sequence[str],
+    workers: int,
+    servers: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> Workers:
+    """Start workers, then parameter servers, that find each other on this machine.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    count = workers + servers
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    own = environment or {}
+    each = [
+        {**own, "TF_CONFIG": tf_config(addresses, task, servers)}
+        for task in range(count)
+    ]
+    return Workers(command, each, names=labels(workers, servers))

@@ -3,10 +3,12 @@
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy, DenseStrategy
 from tf_dgc.strategies.dgc import DGCStrategy
+from tf_dgc.strategies.downpour import DownpourStrategy
 
 __all__ = [
     "BaseStrategy",
     "DGCStrategy",
     "DenseStrategy",
+    "DownpourStrategy",
     "ParameterAveragingStrategy",
 ]

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, optimizers, step
-from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
@@ -41,10 +41,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     none of its code runs.
     """
 
+    _extended_class = OneReplicaExtended
+
     def __init__(
         self,
         mesh: Mesh,
-        config: DGCConfig | AveragingConfig | None,
+        config: DGCConfig | AveragingConfig | DownpourConfig | None,
         make: Make,
     ) -> None:
         self._mesh, self._transport = mesh, mesh.everybody
@@ -62,7 +64,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         }
         handshake.agree(self._transport, "versions and settings", record)
         tf.distribute.Strategy.__init__(
-            self, OneReplicaExtended(self, self._transport, ReplicaContext)
+            self, self._extended_class(self, self._transport, ReplicaContext)
         )
         files.install(self.rank, self._transport.size)
         _watch_models()
@@ -92,12 +94,17 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self.rank == 0
 
     @property
+    def saves_state(self) -> bool:
+        """Whether what this worker has is a part of backups."""
+        return True
+
+    @property
     def transport(self) -> Transport:
         """What carries tensors between the workers."""
         return self._transport
 
     @property
-    def config(self) -> DGCConfig | AveragingConfig | None:
+    def config(self) -> DGCConfig | AveragingConfig | DownpourConfig | None:
         """The settings; None where the strategy has none."""
         return self._config
 

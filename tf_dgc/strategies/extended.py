@@ -137,6 +137,11 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         pass  # done above
 
+    @property
+    def several(self) -> bool:
+        """Whether an optimizer's step must be that of several workers."""
+        return self._transport.size > 1
+
     def refuse_foreign(self, variable: Any) -> None:
         """Raise ValueError where a variable is not of this strategy."""
         if _host.keras.strategy_of(variable) is not self._container_strategy():
@@ -156,7 +161,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         applies = (
             var.trainable and gradient and _host.keras.calling_optimizer() is not None
         )
-        if applies and not self.exchanged and self._transport.size > 1:
+        if applies and not self.exchanged and self.several:
             raise RuntimeError(
                 f"An optimizer applies this worker's own gradient to {var.name!r}. "
                 "Call the training step by `strategy.run(step, args)`, which exchanges "

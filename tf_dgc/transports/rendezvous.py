@@ -12,12 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from typing import Any, Final
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(
     rf"({_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\]):([0-9]{{1,5}})"
 )
-_EVALUATOR = "evaluator"
+EVALUATOR: Final = "evaluator"
 _MAX_HOST = 255  # characters
 _MAX_TEXT = 4096  # bytes that are read of what a worker told the store
 _POLL_SECONDS = 0.05
@@ -42,46 +43,54 @@ def read_tf_config(text: str) -> tuple[list[str], int]:
     Raises:
         ValueError: it is not JSON, or no cluster of workers only.
     """
-    if not text.strip():
+    jobs, place = read_jobs(text)
+    if not jobs or place[0] == EVALUATOR:
         return [], 0
+    if set(jobs) - {"chief", "worker", EVALUATOR}:
+        raise ValueError(
+            "TF_CONFIG must have no jobs but `chief`, `worker` and `evaluator`: the "
+            "servers of a job `ps` are for tf_dgc.DownpourStrategy only. Take it, or "
+            f"start the job without them. Received: jobs {sorted(jobs)}"
+        )
+    order = [
+        (job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, [])))
+    ]
+    addresses = [jobs[job][i] for job, i in order]
+    check_addresses(addresses, "TF_CONFIG")
+    if place not in order:
+        raise ValueError(
+            "`task` in TF_CONFIG must have the `type` and `index` of a member of "
+            f"`cluster`. Received: task={place}, cluster={jobs}"
+        )
+    return addresses, order.index(place)
+
+
+def read_jobs(text: str) -> tuple[dict[str, list[str]], tuple[Any, Any]]:
+    """Read the value of TF_CONFIG, whatever jobs it has.
+
+    Returns:
+        The addresses of each job, not checked, and this task's type and index; nothing
+        of them where there is no cluster.
+
+    Raises:
+        ValueError: it is not JSON, or not of that form.
+    """
     try:
-        config = json.loads(text)
+        config = json.loads(text) if text.strip() else {}
         cluster = config.get("cluster") or {}
         task = config.get("task") or {}
-        jobs = {job: list(members) for job, members in cluster.items()}
-        place = (task.get("type"), task.get("index"))
+        jobs = {job: list(map(str, members)) for job, members in cluster.items()}
+        return jobs, (task.get("type"), task.get("index"))
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(
             f"TF_CONFIG must be a JSON object with `cluster` and `task`: {error}. "
             f"Received: TF_CONFIG={text!r}"
         ) from error
-    if not jobs:
-        return [], 0
-    if place[0] == _EVALUATOR:
-        return [], 0
-    if set(jobs) - {"chief", "worker", _EVALUATOR}:
-        raise ValueError(
-            "TF_CONFIG must have no jobs but `chief`, `worker` and `evaluator`: there "
-            f"are no parameter servers here. Received: jobs {sorted(jobs)}"
-        )
-    order = [
-        (job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, [])))
-    ]
-    addresses = [str(jobs[job][i]) for job, i in order]
-    _check_addresses(addresses, "TF_CONFIG")
-    if place not in order:
-        raise ValueError(
-            "`task` in TF_CONFIG must have the `type` and `index` of a member of "
-            f"`cluster`. Received: task={task!r}, cluster={cluster!r}"
-        )
-    return addresses, order.index(place)
 
 
 def is_evaluator(text: str) -> bool:
     """Tell whether a TF_CONFIG that `read_tf_config` has read is of an evaluator."""
-    return bool(text.strip()) and (
-        (json.loads(text).get("task") or {}).get("type") == _EVALUATOR
-    )
+    return read_jobs(text)[1][0] == EVALUATOR
 
 
 def check_address(address: str) -> tuple[str, int]:
@@ -98,7 +107,8 @@ def check_address(address: str) -> tuple[str, int]:
     return match[1].strip("[]"), int(match[2])
 
 
-def _check_addresses(addresses: Sequence[str], source: str) -> None:
+def check_addresses(addresses: Sequence[str], source: str) -> None:
+    """Refuse what is no address, and one that is there twice."""
     for address in addresses:
         check_address(address)
     if len(set(addresses)) != len(addresses):
@@ -136,8 +146,8 @@ def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
                 time.sleep(_POLL_SECONDS)
 
 
-def unreachable(addresses: Sequence[str], rank: int) -> list[int]:
-    """Return the ranks of the other workers whose port does not answer now."""
+def unreachable(addresses: Sequence[str], rank: int | None) -> list[int]:
+    """Return the numbers of those whose port does not answer now, but for `rank`."""
     gone = []
     for peer, address in enumerate(addresses):
         if peer != rank:
@@ -201,7 +211,7 @@ def exchange_addresses(
     ]
     if obstacles:
         raise NoHybridTransport("; ".join(obstacles))
-    _check_addresses(found, "The rendezvous store")
+    check_addresses(found, "The rendezvous store")
     return found
 
 

@@ -1,0 +1,194 @@
+"""Asynchronous training on parameter servers: real servers, real workers."""
+
+import pathlib
+import signal
+import tempfile
+import time
+from typing import Any
+
+import downpour
+import numpy as np
+import pytest
+import serving
+import tensorflow as tf
+
+
+def expected(workers: int, steps: int) -> list[np.ndarray]:
+    """Return where integers lead, as NumPy adds them."""
+    shapes = (downpour.ROWS, downpour.WIDTH), (downpour.WIDTH, 3), (3,)
+    table, matrix, vector = (np.zeros(shape, np.float32) for shape in shapes)
+    for rank in range(workers):
+        for step in range(steps):
+            drawn = downpour.gradients(rank, step)
+            np.subtract.at(table, drawn["indices"], drawn["values"])
+            matrix -= drawn["matrix"]
+            vector -= drawn["vector"]
+    return [table, matrix, vector]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+class LawsTest(tf.test.TestCase):
+    def check_alone(self, *names: str) -> None:
+        with serving.Job(1, 2) as job:
+            (found,) = job.run("alone", names=names)
+        self.assertEqual({k: v for k, v in found["differ"].items() if v}, {})
+        self.assertGreater(found["pieces"], 1)  # a tensor was cut
+        self.assertEqual(found["staleness"], 0)
+
+    def test_one_worker_is_plain_keras_bit_for_bit(self) -> None:
+        self.check_alone("sgd", "adam", "averages")
+
+    @pytest.mark.slow
+    def test_so_it_is_with_other_optimizers(self) -> None:
+        self.check_alone("accumulated", "whole", "scaled")
+
+    def check_sums(self, workers: int, steps: int, **settings: Any) -> None:
+        with serving.Job(workers, 2) as job:
+            found = job.run("integers", steps=steps, **settings)
+        pushes = steps // settings.get("push_period", 1)
+        for each in found:
+            pairs = zip(each["found"], expected(workers, steps), strict=True)
+            for own, sums in pairs:
+                self.assertAllEqual(own, sums)
+            self.assertTrue(all(each["alike"]))
+            self.assertEqual(max(each["pieces"]), 2)
+            self.assertEqual(each["own"], pushes)
+            self.assertEqual(each["all"], workers * pushes)
+            if (bound := settings.get("max_staleness")) is not None:
+                self.assertLessEqual(each["apart"], bound + 1)
+
+    def test_the_sum_of_pushes_is_the_change_of_the_parameters(self) -> None:
+        self.check_sums(4, 30)
+
+    def test_periods_lose_nothing_and_clocks_stay_within_the_bound(self) -> None:
+        self.check_sums(2, 30, push_period=3, fetch_period=2, max_staleness=1)
+
+    @pytest.mark.slow
+    def test_lockstep_and_many_steps(self) -> None:
+        self.check_sums(3, 100, max_staleness=0)
+        self.check_sums(4, 400)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+class FitTest(tf.test.TestCase):
+    def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            backup = str(pathlib.Path(folder) / "backup")
+            first, then = [], []
+            for epochs, found in ((1, first), (3, then)):
+                with serving.Job(2, 1) as job:
+                    found += job.run("fit", epochs=epochs, backup=backup)
+        for each in first + then:
+            self.assertTrue(each["alike"])
+            self.assertEqual(each["predicted"], [203, 3])
+        for found, epochs in ((first, 1), (then, 2)):
+            self.assertEqual([each["epochs"] for each in found], [epochs] * 2)
+            # 203 rows in batches of 40: the last has rows for both workers.
+            self.assertEqual([each["pushes"] for each in found], [6 * epochs] * 2)
+            self.assertEqual(found[0]["digest"], found[1]["digest"])
+            self.assertEqual(found[0]["evaluated"], found[1]["evaluated"])
+            logs = found[1]["history"]
+            self.assertEqual(logs["pushes"], [6] * epochs)
+            self.assertAllGreaterEqual(logs["pulls"], 6)
+            self.assertAllGreaterEqual(logs["staleness"], 0)
+            self.assertAllGreater(logs["received_bytes"], 0)
+        # Counted from the backup on: the chief's first epoch, and all that came later.
+        counted = then[0]["iterations"]
+        self.assertBetween(counted, 6 + 24, 12 + 24)
+        self.assertLess(then[0]["evaluated"][0], first[0]["evaluated"][0])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+class RefusedTest(tf.test.TestCase):
+    def fails(self, task: serving.Task, *texts: str) -> None:
+        self.assertNotEqual(task.end(), 0)
+        for text in texts:
+            self.assertIn(text, task.text)
+
+    def test_who_does_not_fit_is_refused_by_name(self) -> None:
+        with serving.Job(2, 1, TF_DGC_TIMEOUT="20") as job:
+            first = job.worker(0, "train", steps=800)
+            first.wait_for("step 0")
+            again = job.worker(0, "train")
+            settings = job.worker(1, "train", fetch_period=2)
+            self.fails(again, "Each worker needs an index of its own", "index=0")
+            self.fails(
+                settings,
+                "All workers must have the same versions and settings",
+                "`fetch_period` differs: 1 on rank 0; 2 on rank 1",
+            )
+            model = job.worker(1, "train", width=9)
+            self.fails(
+                model,
+                "All workers must have the same trained variables",
+                "`variable 0` differs: 'float32 (12, 8)' on rank 0; ",
+            )
+            self.assertIsNone(first.process.poll())  # they have done it no harm
+
+    def test_the_servers_of_a_job_that_has_ended_are_refused(self) -> None:
+        with serving.Job(2, 1, TF_DGC_TIMEOUT="3") as job:
+            self.fails(
+                job.worker(1, "absent"),
+                "Worker 0, the chief, has not begun within 3 s",
+            )
+            found = job.worker(0, "outside").result()
+            outside, compiled, past = found["told"]
+            self.assertIn("was made outside the scope of the strategy", outside)
+            self.assertIn("`jit_compile` must not be True", compiled)
+            self.assertIn("An optimizer applies this worker's own gradient", past)
+            ended = job.worker(0, "absent")
+            self.fails(ended, "The servers must be new: they hold what a job left")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+class FaultsTest(tf.test.TestCase):
+    def test_workers_are_killed_and_replaced_and_the_others_go_on(self) -> None:
+        settings = {"max_staleness": 4, "liveness": 2.0}
+        with serving.Job(2, 1) as job:
+            tasks = [job.worker(k, "train", steps=250, **settings) for k in range(2)]
+            tasks[1].wait_for("step 30")
+            tasks[1].send(signal.SIGKILL)
+            joined = job.worker(1, "train", steps=60, **settings)
+            found = [task.result() for task in (tasks[0], joined)]
+        self.assertEqual([each["pushes"] for each in found], [250, 60])
+        for each in found:
+            self.assertTrue(each["finite"])
+            self.assertLess(each["loss"], 1.1)
+
+    def check_named(self, number: signal.Signals) -> None:
+        with serving.Job(2, 2, TF_DGC_TIMEOUT="6") as job:
+            tasks = [job.worker(k, "train", steps=4000) for k in range(2)]
+            for task in tasks:
+                task.wait_for("step 10")
+            job.servers[1].send(number)
+            for task in tasks:
+                self.assertNotEqual(task.end(30), 0)
+                self.assertIn("Parameter server 1 (127.0.0.1:", task.text)
+
+    def test_a_server_that_is_killed_is_named_on_all_workers(self) -> None:
+        self.check_named(signal.SIGKILL)
+
+    @pytest.mark.slow
+    def test_a_server_that_hangs_is_named_on_all_workers(self) -> None:
+        self.check_named(signal.SIGSTOP)
+
+    @pytest.mark.slow
+    def test_a_worker_may_be_killed_at_any_moment(self) -> None:
+        for moment in range(8):
+            with self.subTest(moment=moment), serving.Job(2, 1) as job:
+                settings = {"max_staleness": 2, "liveness": 2.0, "pause": 0.0}
+                tasks = [job.worker(k, "train", steps=90, **settings) for k in (0, 1)]
+                tasks[1].wait_for("step 0")
+                time.sleep(0.05 * moment)
+                tasks[1].send(signal.SIGKILL)
+                found = tasks[0].result()
+                self.assertTrue(found["finite"])
+                self.assertEqual(found["pushes"], 90)
+
+
+if __name__ == "__main__":
+    tf.test.main()

@@ -1,0 +1,242 @@
+"""Private names of TensorFlow around variables that other tasks hold.
+
+Public functions make no variable of a chosen `shared_name` where operations run
+eagerly, and no variable object around a handle.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc._host import probe
+
+with probe.imports():
+    from tensorflow.python.ops import handle_data_util, resource_variable_ops
+
+
+def wanted() -> list[tuple[Any, str]]:
+    """Return the private names, with the object or class that must have each."""
+    base = getattr(resource_variable_ops, "BaseResourceVariable", None)
+    return [
+        (handle_data_util, "create_handle_data"),
+        (handle_data_util, "set_handle_data"),
+        (resource_variable_ops, "BaseResourceVariable"),
+        (base, "_handle"),
+        (base, "_shape"),
+        (base, "_unique_id"),
+    ]
+
+
+probe.check(wanted())
+
+
+class Piece(NamedTuple):
+    """Some rows of a variable, or all of it, and who holds them."""
+
+    device: str
+    start: int  # rows along the first axis
+    stop: int
+
+
+class Cursor:
+    """Which piece of a variable, and of all that goes with it, is meant at present.
+
+    Attributes:
+        at: number of the piece; None for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+
+    def over(self, count: int) -> Iterator[int]:
+        """Go through the pieces."""
+        try:
+            for self.at in range(count):
+                yield self.at
+        finally:
+            self.at = None
+
+
+class SharedVariable(resource_variable_ops.BaseResourceVariable):
+    """A variable that servers hold, in pieces of rows, and all clients know by name.
+
+    Nothing deletes it when this process ends. While its cursor stands at a piece, it is
+    this piece: handle, shape and all. Else it is read and assigned as a whole.
+    tensorflow/python/ops/resource_variable_ops.py: BaseResourceVariable.
+
+    Attributes:
+        pieces: in the order of rows.
+        cursor: shared with others of the same pieces.
+        whole: shape of all of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        container: str,
+        dtype: Any,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        cursor: Cursor | None = None,
+        unique_id: str | None = None,
+    ) -> None:
+        """Make handles; the variable may be there, or not.
+
+        Args:
+            name: the same in all clients.
+            container: of all that belongs to a job.
+            dtype: of the elements.
+            shape: of the whole.
+            pieces: in the order of rows; one for a scalar.
+            cursor: shared with others of the same pieces.
+            unique_id: by which Keras finds what an optimizer keeps of it.
+        """
+        dtype = tf.as_dtype(dtype)
+        self.pieces, self.cursor = list(pieces), cursor or Cursor()
+        self.whole = tf.TensorShape(shape)
+        several = len(self.pieces) > 1
+        self._handles = [
+            _handle(
+                f"{name}.{i}" if several else name,
+                container,
+                dtype,
+                self._shape_of(piece),
+                piece.device,
+            )
+            for i, piece in enumerate(self.pieces)
+        ]
+        super().__init__(
+            trainable=False,
+            shape=self.whole,
+            dtype=dtype,
+            handle=self._handles[0],
+            handle_name=name,
+            unique_id=unique_id or name,
+            name=name,
+        )
+
+    def _shape_of(self, piece: Piece) -> tf.TensorShape:
+        if len(self.pieces) == 1:
+            return self.whole
+        return tf.TensorShape([piece.stop - piece.start, *self.whole[1:]])
+
+    @property
+    def _handle(self) -> Any:
+        return self._handles[self.cursor.at or 0]
+
+    @_handle.setter
+    def _handle(self, value: Any) -> None:
+        pass
+
+    @property
+    def _shape(self) -> tf.TensorShape:
+        at = self.cursor.at
+        return self.whole if at is None else self._shape_of(self.pieces[at])
+
+    @_shape.setter
+    def _shape(self, value: Any) -> None:
+        pass
+
+    @property
+    def _split(self) -> bool:
+        """Whether more than one piece is meant."""
+        return self.cursor.at is None and len(self.pieces) > 1
+
+    @property
+    def initialized(self) -> bool:
+        """Whether all of it has a value, asked of the servers."""
+        found = [
+            tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in self._handles
+        ]
+        return all(map(bool, found))
+
+    def _joined(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+        return tf.concat([read() for _ in self.cursor.over(len(self.pieces))], 0)
+
+    def value(self) -> tf.Tensor:
+        """Return the value."""
+        return self._joined(super().value) if self._split else super().value()
+
+    def read_value(self) -> tf.Tensor:
+        """Return the value, read now."""
+        read = super().read_value
+        return self._joined(read) if self._split else read()
+
+    def _each(self, change: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        if not self._split:
+            return change(value, **kwargs)
+        value = tf.convert_to_tensor(value, self.dtype)
+        for at in self.cursor.over(len(self.pieces)):
+            change(value[self.pieces[at].start : self.pieces[at].stop], **kwargs)
+        return self
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace the value."""
+        return self._each(super().assign, value, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add to it."""
+        return self._each(super().assign_add, delta, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtract from it."""
+        return self._each(super().assign_sub, delta, **kwargs)
+
+    def _scatter(self, operation: Callable[..., Any], slices: Any) -> Any:
+        """Change rows under the variable's lock.
+
+        ResourceScatterSub and its kin share it: of two clients that change a row in the
+        same instant one change is lost.
+        """
+        operation(
+            ref=self.handle,
+            indices=slices.indices[:, tf.newaxis],
+            updates=tf.cast(slices.values, self.dtype),
+        )
+        return self
+
+    def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add to rows."""
+        return self._scatter(tf.raw_ops.ResourceScatterNdAdd, sparse_delta)
+
+    def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtract from rows."""
+        return self._scatter(tf.raw_ops.ResourceScatterNdSub, sparse_delta)
+
+    def scatter_update(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace rows."""
+        return self._scatter(tf.raw_ops.ResourceScatterNdUpdate, sparse_delta)
+
+    def _serialize_to_tensors(self) -> Any:
+        raise NotImplementedError("Keras saves the value instead")
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        raise NotImplementedError("Keras assigns the value instead")
+
+
+def _handle(
+    name: str, container: str, dtype: tf.DType, shape: tf.TensorShape, device: str
+) -> Any:
+    """Return the handle of a variable, with what shape inference knows of it.
+
+    tensorflow/python/ops/handle_data_util.py: create_handle_data, set_handle_data.
+    """
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=dtype, shape=shape, shared_name=name, container=container
+        )
+    data = handle_data_util.create_handle_data(shape, dtype)
+    handle_data_util.set_handle_data(handle, data)
+    return handle
+
+
+def bypassed(variable: Any, method: str) -> Callable[..., Any]:
+    """Return a variable's method as its class has it, whatever stands before it."""
+    found = getattr(type(variable), method)
+    return lambda *args, **kwargs: found(variable, *args, **kwargs)
+
+
+def identity_of(variable: Any) -> str:
+    """Return by what Keras knows a variable. BaseResourceVariable._unique_id."""
+    return str(variable._unique_id)

@@ -1,0 +1,408 @@
+"""Gradients go to servers, parameters come from there; workers do not meet.
+
+Downpour SGD. Of a worker's steps t = 1, 2, ...:
+
+    a <- a + g                  gradient at x, the worker's own copy of the parameters
+    every n_push:   rate / max(1, tau) for the optimizer's step of w by a;  a <- 0
+    every n_fetch:  x <- w           else, of SGD: x <- x - rate * g
+
+w, and all that the optimizer keeps, are on the servers, where the step is computed. tau
+is the staleness: how many pushes of all workers came between the fetch of x and this
+one; without its own where x has taken these as well.
+
+Axes: T variables, M servers, W workers.
+
+References:
+    Dean et al.: Large Scale Distributed Deep Networks, NIPS 2012, algorithm 7.1 of the
+    supplement. Zhang, Gupta, Lian, Liu: Staleness-aware Async-SGD for Distributed Deep
+    Learning, IJCAI 2016 (rate / tau).
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tf_dgc import _host, values
+from tf_dgc.compression import dgc
+from tf_dgc.config import DownpourConfig
+from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.parts import Part
+from tf_dgc.servers import members
+from tf_dgc.servers.clocks import Clocks
+from tf_dgc.servers.members import Members
+from tf_dgc.servers.shared import Servers, Twins
+
+
+class ServerStats(NamedTuple):
+    """What a worker did with the servers, since it began."""
+
+    pushes: tf.Tensor  # shape [], int64; of this worker
+    pulls: tf.Tensor  # shape [], int64; of this worker
+    staleness: tf.Tensor  # shape [], float64; sum over its pushes
+    sent_bytes: tf.Tensor  # shape [], int64; gradients
+    received_bytes: tf.Tensor  # shape [], int64; parameters
+    all_pushes: tf.Tensor  # shape [], int64; of all workers, as far as it knows
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps, to be moved to the servers.
+
+    Attributes:
+        beside: the trained variable that it belongs to; None of what belongs to all.
+        value: the variable that there is.
+        move: takes the variable on the servers that is to stand for it.
+    """
+
+    beside: Any
+    value: Any
+    move: Callable[[Any], None]
+
+
+class Trained(NamedTuple):
+    """What is known of an optimizer, and of what it trains, before its first step."""
+
+    kept: Sequence[Kept]
+    whole: Sequence[bool]  # which of the T variables must not be cut
+    others: Sequence[Any]  # variables of layers, trained by others or by nobody
+    steps: tf.Variable  # counts steps, which schedules and corrections follow
+    per_push: int  # by how much a push counts there
+
+
+class Downpouring:
+    """Makes exchanges with servers, for a `Ledger`.
+
+    Attributes:
+        twins: of all that is trained.
+        totals: what this worker did with the servers.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self, config: DownpourConfig, servers: Servers, members: Members
+    ) -> None:
+        """Take the settings, and the servers of the job."""
+        self.config, self.servers, self.members = config, servers, members
+        self.twins = Twins(servers)
+        self.totals = Totals()
+        self.versions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._expected: Trained | None = None
+
+    def expect(self, trained: Trained) -> None:
+        """Tell what the next exchange is to know."""
+        self._expected = trained
+
+    def __call__(self, place: Place, momentum: dgc.Momentum | None) -> "Downpour":
+        """Make an exchange: its variables move to the servers, or are there."""
+        trained, self._expected = self._expected, None
+        if trained is None:
+            raise RuntimeError("What is trained must be told of first")
+        return Downpour(place, self, trained)
+
+
+class Totals:
+    """Counts, since this worker began."""
+
+    def __init__(self) -> None:
+        """Create the variables, zero, outside of any graph."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._counts = own_variable(tf.zeros([5], tf.int64), "downpour_counts")
+            self._stale = own_variable(tf.zeros([], tf.float64), "downpour_staleness")
+
+    def add(
+        self,
+        pushes: Any = 0,
+        pulls: Any = 0,
+        sent: Any = 0,
+        received: Any = 0,
+        stale: Any = None,
+    ) -> None:
+        """Add to them."""
+        with tf.device("CPU:0"):
+            added = [tf.cast(v, tf.int64) for v in (pushes, pulls, sent, received, 0)]
+            self._counts.assign_add(tf.stack(added))
+            if stale is not None:
+                self._stale.assign_add(stale)
+
+    def know(self, version: tf.Tensor) -> None:
+        """Note how many pushes there were of all workers."""
+        with tf.device("CPU:0"):
+            now = self._counts.read_value()
+            self._counts.assign(tf.concat([now[:4], [version]], 0))
+
+    def stats(self) -> ServerStats:
+        """Return them."""
+        pushes, pulls, sent, received, all_pushes = tf.unstack(self._counts, 5)
+        stale = self._stale.read_value()
+        return ServerStats(pushes, pulls, stale, sent, received, all_pushes)
+
+
+class Downpour(Exchange):
+    """One worker's gradients and parameters, of one optimizer's variables.
+
+    Attributes:
+        version: shape [], int64, on server 0: number of pushes, of all workers.
+        known: shape [], int64: the last that this worker has seen of it.
+    """
+
+    lockstep = False
+
+    def __init__(self, place: Place, make: Downpouring, trained: Trained) -> None:
+        """Move the variables to the servers, or take over what is there.
+
+        Raises:
+            ValueError: what the chief trains is something else.
+            TimeoutError: the chief did not come.
+        """
+        super().__init__(place)
+        self._make, self.config = make, make.config
+        self._servers, self._members, self.twins = (
+            make.servers,
+            make.members,
+            make.twins,
+        )
+        self._steps, self._per_push = trained.steps, trained.per_push
+        zero = tf.zeros([], tf.int64)
+        with tf.init_scope(), tf.device("CPU:0"):
+            names = "steps", "fetched", "known", "unseen"
+            self._taken, self._fetched, self.known, self._own = (
+                own_variable(zero, f"downpour_{name}") for name in names
+            )
+        self._sums: list[tf.Variable] = []
+        if self.config.push_period > 1:
+            with tf.init_scope():
+                self._sums = [
+                    own_variable(tf.zeros(v.shape, v.dtype), "downpour_sum")
+                    for v in self.variables
+                ]
+        bound = self.config.max_staleness
+        self.clocks = (
+            None
+            if bound is None
+            else Clocks(self.name, self._servers, self._members, bound)
+        )
+        self._fetch: Callable[[], None] | None = None
+        self._settled = 0
+        self._local: list[Any] = []
+        self._rate: Any = None
+        with tf.init_scope():
+            self._open(trained)
+
+    # The servers' state.
+
+    def _open(self, trained: Trained) -> None:
+        """Move all to the servers: of the chief first, the others then have these."""
+        servers, name = self._servers, self.name
+        pairs = self.twins.add(name, self.variables, trained.whole)
+        version = self._make.versions.get(self.owner())
+        fresh = version is None
+        self.version = version or servers.variable(f"{name}.version", tf.int64)
+        self._make.versions[self.owner()] = self.version
+        moved = [
+            (kept, self._beside(f"{name}.kept.{i}", kept))
+            for i, kept in enumerate(trained.kept)
+        ]
+        others = [
+            (
+                variable,
+                servers.variable(
+                    f"{name}.other.{i}", variable.dtype, variable.shape.as_list()
+                ),
+            )
+            for i, variable in enumerate(trained.others)
+        ]
+
+        def begin() -> None:
+            for mirror, twin in pairs:
+                twin.assign(mirror.read_value())
+            for kept, shared in moved:
+                shared.assign(kept.value.read_value())
+            for variable, shared in others:
+                shared.assign(variable.read_value())
+            if fresh:
+                pushes = tf.cast(self._steps, tf.int64) // self._per_push
+                self.version.assign(pushes)
+            if self.clocks is not None:
+                self.clocks.begin()
+            ready = [twin for _, twin in pairs] + [shared for _, shared in moved]
+            # Operations on one server keep their order; so all is there.
+            if not all(each.initialized for each in ready):
+                raise RuntimeError("The servers have lost what they were given")
+
+        record: dict[str, Any] = {
+            f"variable {i}": form for i, form in enumerate(self.forms)
+        }
+        kept_forms = values.forms([kept.value for kept in trained.kept])
+        record |= {f"kept {i}": form for i, form in enumerate(kept_forms)}
+        record["shards"] = [[list(piece) for piece in twin.pieces] for _, twin in pairs]
+        variable = servers.variable(f"{name}.record", tf.string)
+        there = self._members.share("variables", variable, record, begin)
+        members.compare("trained variables", there, record, self._members.index)
+        for kept, shared in moved:
+            kept.move(shared)
+        for own, shared in others:
+            _host.shared.bypassed(own, "assign")(shared.read_value())
+        self._others = [] if not self._members.is_chief else others
+        self.known.assign(self.version.read_value())
+        self._fetched.assign(self.known)
+        self._count()
+        self.twins.pull([mirror for mirror, _ in pairs])
+
+    def _beside(self, name: str, kept: Kept) -> Any:
+        twin = None if kept.beside is None else self.twins.of(kept.beside)
+        if twin is not None:
+            return self.twins.like(name, twin, kept.value)
+        shape = kept.value.shape.as_list()
+        return self._servers.variable(name, kept.value.dtype, shape)
+
+    def _tell_others(self) -> None:
+        """Let workers to come have the chief's variables that nobody trains."""
+        for own, shared in self._others:
+            if not own.trainable:
+                shared.assign(own.read_value())
+
+    # A step.
+
+    def _is_due(self, period: int, ahead: int) -> tf.Tensor:
+        return (self._taken.read_value() + ahead) % period == 0
+
+    @property
+    def pushes_now(self) -> tf.Tensor:
+        """Whether the step that has begun ends with a push: shape [], bool."""
+        return self._is_due(self.config.push_period, 1)
+
+    def gradients(
+        self,
+        local: list[Any],
+        momentum: dgc.Momentum | None = None,
+        part: Part | None = None,
+    ) -> Update:
+        """Return what is to be pushed: this worker's gradients, or their sum."""
+        self._local = local
+        self._rate = None if momentum is None else momentum.learning_rate
+        flags = [False] * len(local)
+        if not self._sums:
+            return Update(local, flags, None, _cost(local))
+        for total, gradient in zip(self._sums, local, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                total.scatter_add(gradient)
+            else:
+                total.assign_add(gradient)
+        due = self.pushes_now
+        sums = [total.read_value() for total in self._sums]
+        sent = tf.where(due, _cost(sums), tf.zeros([2], tf.int64))
+        return Update(sums, flags, due, sent)
+
+    def push(self, update: Callable[[tf.Tensor], None]) -> None:
+        """Count a push, and do it.
+
+        Args:
+            update: takes what its learning rate is to be multiplied by: shape [],
+                float32; changes what is on the servers.
+        """
+        with tf.device(self.version.device):
+            number = tf.identity(self.version.assign_add(1, read_value=True))
+        with tf.device("CPU:0"):
+            before = tf.identity(number) - 1
+            stale = before - self._fetched.read_value() - self._seen_own()
+            self.known.assign(tf.identity(number))
+            self._own.assign_add(1)
+            factor = tf.ones([])
+            if self.config.staleness_rate:
+                factor /= tf.maximum(tf.cast(stale, tf.float32), 1.0)
+        update(factor)
+        tensors = self._sums or self._local
+        self._make.totals.add(
+            pushes=1, sent=_cost(tensors)[0], stale=tf.cast(stale, tf.float64)
+        )
+        for total in self._sums:
+            total.assign(tf.zeros(total.shape, total.dtype))
+
+    def _seen_own(self) -> tf.Tensor:
+        """Return how many of its own pushes this worker's copy has taken as well."""
+        if self.config.fetch_period > 1 and self._rate is not None:
+            return self._own.read_value()
+        return tf.zeros([], tf.int64)
+
+    def parameters(self) -> None:
+        """Fetch what the servers have, where it is time."""
+        self._taken.assign_add(1)
+        if self.clocks is not None:
+            self.clocks.step()
+            self.clocks.wait()
+        if self.config.fetch_period == 1:
+            self.fetch()
+        else:
+            due = self._is_due(self.config.fetch_period, 0)
+            tf.cond(due, self.fetch, self._step_alone)
+        # What corrections and schedules follow is the number of all pushes. The
+        # optimizer itself adds one.
+        count = self.known.read_value() * self._per_push - 1
+        self._steps.assign(tf.cast(count, self._steps.dtype))
+        self._make.totals.know(self.known.read_value())
+
+    def settle(self, always: bool = False) -> None:
+        """Fetch, eagerly, where there were steps since the last time, or always."""
+        if self._fetch is None:
+            self._fetch = tf.function(self.fetch, autograph=False)
+        taken = int(self._taken)
+        if always or taken != self._settled:
+            self._fetch()
+            self._settled = taken
+            self._make.totals.know(self.known.read_value())
+            self._count()
+            self._tell_others()
+
+    def _count(self) -> None:
+        """Count all pushes, and what the optimizer has added up since the last."""
+        steps = self._steps.read_value()
+        known = tf.cast(self.known.read_value(), steps.dtype)
+        self._steps.assign(known * self._per_push + steps % self._per_push)
+
+    def fetch(self) -> None:
+        """Let this worker's copy be what is on the servers."""
+        with tf.device(self.version.device):
+            version = tf.identity(self.version.read_value())
+        with tf.control_dependencies([version]):
+            self.twins.pull(self.variables)
+            self._fetched.assign(version)
+            self.known.assign(version)
+            self._own.assign(tf.zeros([], tf.int64))
+            size = sum(v.shape.num_elements() * v.dtype.size for v in self.variables)
+            self._make.totals.add(pulls=1, received=size)
+
+    def _step_alone(self) -> None:
+        """Take SGD's step, in this worker's copy only."""
+        if self._rate is None:
+            return
+        for variable, gradient in zip(self.variables, self._local, strict=True):
+            step = values.scaled(gradient, self._rate)
+            if isinstance(step, tf.IndexedSlices):
+                variable.scatter_sub(step)
+            else:
+                _host.shared.bypassed(variable, "assign_sub")(step)
+
+    @property
+    def state(self) -> Mapping[str, tf.Variable]:
+        """Nothing: all is on the servers."""
+        return {}
+
+    def flush(self, variables: Sequence[Any], apply: Any) -> None:
+        """Do nothing: nothing is kept back, but gradients since the last push."""
+
+
+def _cost(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the bytes and the elements of gradients: shape [2], int64."""
+    size, elements = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
+    for gradient in gradients:
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        found = gradient.values if sparse else gradient
+        count = tf.size(found, tf.int64)
+        elements += count
+        size += count * found.dtype.size
+        if sparse:
+            size += tf.size(gradient.indices, tf.int64) * gradient.indices.dtype.size
+    return tf.stack([size, elements])

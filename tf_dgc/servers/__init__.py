@@ -1,0 +1,1 @@
+"""Parameter servers: tasks that hold variables, which workers read and change."""

@@ -1,0 +1,310 @@
+"""Which workers there are, and how far each has come.
+
+Axis: W workers of the cluster, some of which may not be there yet, or no more. What all
+must know stands on server 0, in variables; times are by the clock of that server.
+"""
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc._host.shared import SharedVariable
+from tf_dgc.servers.pulse import Pulse
+from tf_dgc.servers.shared import Servers
+from tf_dgc.transports import handshake
+
+_logger = logging.getLogger("tf_dgc")
+
+NEVER, HERE, LEFT, FAILED = range(4)  # what became of a worker
+_POLL_SECONDS = 0.05
+_CLAIM_SECONDS = 0.2  # until two that claim a place in one instant see it
+_LEAVE_SECONDS = 10.0
+
+
+class Members:
+    """The workers of a job; a place among them for this one.
+
+    Attributes:
+        told: what the chief has told of the job, beside what all must have alike.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        index: int,
+        workers: int,
+        liveness: float,
+        timeout: float,
+        record: Mapping[str, Any],
+        told: Mapping[str, Any],
+    ) -> None:
+        """Take a place, as the first, or among others.
+
+        Args:
+            servers: of the job; this process is connected to them.
+            index: of this worker; 0 is the chief.
+            workers: W.
+            liveness: seconds until a worker that is not heard of holds nobody back.
+            timeout: seconds to wait for the chief, or for a server.
+            record: what all workers must have alike.
+            told: what the chief tells the others.
+
+        Raises:
+            ValueError: a job has ended here, this worker's record is another one, or
+                another process has its place.
+            TimeoutError: the chief did not come.
+        """
+        self._servers, self.index, self.workers = servers, index, workers
+        self._liveness, self._timeout = liveness, timeout
+        self._id = secrets.randbelow(2**62) + 1
+        make = servers.variable
+        self._record = make("record", tf.string)
+        self._ids = make("ids", tf.int64, [workers])
+        self._states = make("states", tf.int64, [workers])
+        self._seen = make("seen", tf.float64, [workers])
+        self._arrived = make("arrived", tf.int64, [workers])
+        self._progress = make("progress", tf.int64, [2])
+        self._barriers = 0
+        self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
+        text = {"record": dict(record), "told": dict(told)}
+        found = self.share("record", self._record, text, self._begin)
+        self._refuse_ended()
+        self.told = found["told"]
+        compare("versions and settings", found["record"], dict(record), index)
+        self._claim()
+        self.pulse = Pulse(
+            servers, self.beat, min(liveness / 4, timeout / 4, 5.0), timeout
+        )
+        atexit.register(self.leave)
+
+    # What the chief says.
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker says what others take over."""
+        return self.index == 0
+
+    def _begin(self) -> None:
+        for variable in (self._ids, self._states, self._seen):
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        self._arrived.assign(tf.zeros(self._arrived.shape, tf.int64))
+        self._progress.assign(tf.zeros([2], tf.int64))
+        for name in self._names:
+            name.assign("nobody")
+
+    def share(
+        self,
+        subject: str,
+        variable: SharedVariable,
+        record: Mapping[str, Any],
+        begin: Callable[[], None],
+    ) -> dict[str, Any]:
+        """Let the chief write a record, after other values; others wait for it.
+
+        A chief that is started again finds what is there, and leaves it.
+
+        Args:
+            subject: of the error.
+            variable: of the record.
+            record: what JSON can hold.
+            begin: gives first values to what belongs to it.
+
+        Returns:
+            The record that is there.
+
+        Raises:
+            TimeoutError: the chief has not written it.
+        """
+        if self.is_chief and not variable.initialized:
+            begin()
+            variable.assign(json.dumps(record))
+        self.wait_for(lambda: variable.initialized, subject)
+        text = variable.read_value().numpy()
+        return handshake.read_object(text, f"What the chief tells of its {subject}")
+
+    def wait_for(self, there: Callable[[], bool], subject: str) -> None:
+        """Wait until something is there that the chief makes.
+
+        Raises:
+            TimeoutError: it is not within the timeout.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not there():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Worker 0, the chief, has not begun within {self._timeout:g} s: "
+                    f"its {subject} is not on the servers. Start it, or look why it "
+                    "failed; TF_DGC_TIMEOUT sets the time."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    # Places.
+
+    def now(self) -> float:
+        """Return the seconds of server 0's clock."""
+        with tf.device(self._servers.devices[0]):
+            return float(tf.timestamp())
+
+    def living(self) -> tf.Tensor:
+        """Tell which workers count: shape [W], bool, on server 0."""
+        with tf.device(self._servers.devices[0]):
+            recent = self._seen.read_value() > tf.timestamp() - self._liveness
+            return recent & (self._states.read_value() == HERE)
+
+    def _refuse_ended(self) -> None:
+        states = self._states.read_value().numpy()
+        if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
+            raise ValueError(
+                "The servers must be new: they hold what a job left that has ended. "
+                f"Received: servers {self._servers.addresses}. Start them anew with "
+                "the job."
+            )
+
+    def _claim(self) -> None:
+        """Take this worker's place, unless somebody lives there.
+
+        Raises:
+            ValueError: somebody does.
+        """
+        k = self.index
+        since = None
+        while self._states.read_value().numpy()[k] == HERE:
+            seen = self._seen.read_value().numpy()[k]
+            since = seen if since is None else since
+            if seen != since:
+                raise ValueError(self._taken())
+            if self.now() - seen > self._liveness:
+                break
+            time.sleep(_POLL_SECONDS * 4)
+        self.put(self._ids, self._id)
+        self.put(self._arrived, 0)
+        self._names[k].assign(f"{socket.gethostname()}, process {os.getpid()}")
+        self.put(self._states, HERE)
+        self.beat_once()
+        time.sleep(_CLAIM_SECONDS)
+        if not self.beat():
+            raise ValueError(self._taken())
+
+    def _taken(self) -> str:
+        name = self._names[self.index].read_value().numpy().decode(errors="replace")
+        return (
+            "Each worker needs an index of its own, and each job servers of its own. "
+            f"Received: index={self.index}, at which a worker lives already: "
+            f"{ascii(name)[1:-1]}"
+        )
+
+    # Meeting.
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here as often as this one.
+
+        But for those that have ended, are not heard of any more, or have not begun
+        within the timeout.
+        """
+        self._barriers += 1
+        self.put(self._arrived, self._barriers)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            states = self._states.read_value().numpy()
+            late = self._arrived.read_value().numpy() < self._barriers
+            absent = late & (states == NEVER)
+            if not (late & self.living().numpy()).any():
+                if not absent.any():
+                    return
+                if time.monotonic() > deadline:
+                    _logger.warning(
+                        "A barrier does not wait for workers that have not begun "
+                        "within %g s: %s",
+                        self._timeout,
+                        np.flatnonzero(absent).tolist(),
+                    )
+                    return
+            time.sleep(2 * _POLL_SECONDS)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of the chief's `fit`, from 1, and its epoch; 0, 0 before it told."""
+        fit, epoch = self._progress.read_value().numpy().tolist()
+        return fit, epoch
+
+    @progress.setter
+    def progress(self, value: tuple[int, int]) -> None:
+        """Tell it; the chief does."""
+        self._progress.assign(tf.constant(value, tf.int64))
+
+    # The servers' variables.
+
+    def put(self, variable: SharedVariable, value: Any) -> None:
+        """Set this worker's element of a variable of shape [W]."""
+        slices = tf.IndexedSlices(
+            tf.reshape(tf.cast(value, variable.dtype), [1]), tf.constant([self.index])
+        )
+        variable.scatter_update(slices)
+
+    def beat_once(self) -> None:
+        """Let the others know that this worker lives."""
+        with tf.device(self._servers.devices[0]):
+            self.put(self._seen, tf.timestamp())
+
+    def beat(self) -> bool:
+        """Do so; tell whether the place is still this worker's."""
+        self.beat_once()
+        return int(self._ids.read_value().numpy()[self.index]) == self._id
+
+    def leave(self) -> None:
+        """Give the place back, at the end of the process."""
+        atexit.unregister(self.leave)
+        failed = hasattr(sys, "last_value")
+        answers = self.pulse.end()
+
+        def tell() -> None:
+            self.put(self._states, FAILED if failed else LEFT)
+            self._states.read_value().numpy()
+
+        thread = threading.Thread(target=_ignoring(tell), daemon=True)
+        if answers:
+            thread.start()
+            thread.join(_LEAVE_SECONDS)
+        if not answers or thread.is_alive():
+            _logger.warning("The servers do not answer; this process ends without them")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _ignoring(function: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            function()
+        except tf.errors.OpError as error:
+            _logger.debug("At the end: %s", error)
+
+    return run
+
+
+def compare(
+    subject: str, chief: Mapping[str, Any], own: Mapping[str, Any], index: int
+) -> None:
+    """Raise ValueError where a worker's record is not the chief's; names the fields."""
+    own = json.loads(json.dumps(own))
+    differ = sorted(f for f in {*chief, *own} if chief.get(f) != own.get(f))
+    if differ:
+        lines = [
+            f"`{ascii(field)[1:-1]}` differs: {chief.get(field)!r} on rank 0; "
+            f"{own.get(field)!r} on rank {index}."
+            for field in differ
+        ]
+        raise ValueError(
+            f"All workers must have the same {subject}. Received: "
+            + " ".join(lines[:10])
+        )

@@ -1,0 +1,421 @@
+"""The strategy of asynchronous SGD with parameter servers."""
+
+import contextlib
+import functools
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host, optimizers
+from tf_dgc.config import DownpourConfig
+from tf_dgc.exchanges.downpour import Downpouring, Kept, ServerStats, Trained
+from tf_dgc.servers import cluster as clusters
+from tf_dgc.servers.members import Members
+from tf_dgc.servers.shared import Servers
+from tf_dgc.strategies import files, randomness
+from tf_dgc.strategies.base import BaseStrategy, _of_several
+from tf_dgc.strategies.served import DownpourExtended
+from tf_dgc.transports import base
+from tf_dgc.transports.local import LocalTransport
+from tf_dgc.transports.mesh import Mesh
+from tf_dgc.version import __version__
+
+# How TensorFlow names a server in its errors.
+_SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
+
+
+class DownpourStrategy(BaseStrategy):
+    """Asynchronous SGD: each worker trains at its own pace, on parameter servers.
+
+    The parameters, and what the optimizer keeps, are on servers; a worker fetches them,
+    computes the gradient of its rows and pushes it, without waiting for others. One
+    that dies holds nobody back, and others may join. In a task of type "ps" the
+    constructor serves, and does not return.
+
+    Example:
+        strategy = tf_dgc.DownpourStrategy()
+        with strategy.scope():
+            model = ...
+            model.compile("adam", "mse")
+        model.fit(dataset_of_global_batches)
+
+    References:
+        Dean et al.: Large Scale Distributed Deep Networks, NIPS 2012.
+    """
+
+    _extended_class = DownpourExtended
+
+    def __init__(self, config: DownpourConfig | None = None) -> None:
+        """Find the servers; call this before any other TensorFlow operation.
+
+        Args:
+            config: the settings, the same on every worker; by default
+                `DownpourConfig()`.
+
+        Raises:
+            TypeError: `config` is not a DownpourConfig.
+            ValueError: the cluster has no servers, they hold another job, this worker's
+                index is taken, or the workers differ in version or settings.
+            TimeoutError: the chief, or a server, did not come; names it.
+        """
+        config = DownpourConfig() if config is None else config
+        if not isinstance(config, DownpourConfig):
+            raise TypeError(
+                f"`config` must be a DownpourConfig. Received: config={config!r}"
+            )
+        self._cluster = cluster = clusters.resolve()
+        if cluster.task_type == "ps":
+            clusters.serve(cluster)
+        transport = LocalTransport()
+        timeout = base.default_timeout()
+        clusters.connect(cluster)
+        self._servers = Servers(cluster.ps)
+        record = {
+            "strategy": type(self).__name__,
+            "tf_dgc": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "servers": len(cluster.ps),
+            "workers": cluster.workers,
+            **config.get_config(),
+        }
+        told = {"seed": secrets.randbits(31)}
+        place = self._servers, cluster.index, cluster.workers
+        self._members = Members(*place, config.liveness, timeout, record, told)
+        self._make = Downpouring(config, self._servers, self._members)
+        self._settings = config
+        self._fits = self._evaluates = self._fit_count = 0
+        super().__init__(Mesh.of(transport), config, self._make)
+        _watch_trainer()
+        _of_several.add(self)
+        if cluster.workers > 1:
+            files.install(self.rank, cluster.workers)
+            randomness.share(int(self._members.told["seed"]))
+
+    # Who and where.
+
+    @property
+    def rank(self) -> int:
+        """Index of this worker, in [0, workers)."""
+        return self._cluster.index
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of the cluster, W, whether they are there or not."""
+        return self._cluster.workers
+
+    @property
+    def twins(self) -> Any:
+        """What stands on the servers for what is trained."""
+        return self._make.twins
+
+    @property
+    def fits(self) -> bool:
+        """Whether `fit` runs."""
+        return self._fits > 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether `evaluate` or `predict` runs."""
+        return self._evaluates > 0
+
+    @property
+    def saves_state(self) -> bool:
+        """Whether this worker's state is a part of backups: the chief's is."""
+        return self.is_chief
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell the other workers at which epoch of its `fit` the chief is."""
+        self._members.progress = self._fit_count, epoch
+
+    def chief_epoch(self) -> int:
+        """Return where to begin a `fit`: at the chief's epoch, once it has told.
+
+        Beyond all epochs, where the chief is at a later `fit`.
+
+        Raises:
+            TimeoutError: the chief has not told.
+        """
+        members, own = self._members, self._fit_count
+        members.wait_for(lambda: members.progress[0] >= own, "epoch of `BackupState`")
+        fit, epoch = members.progress
+        return epoch if fit == own else sys.maxsize
+
+    def save_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
+        """Write what the chief keeps back; others, which may call it, write nothing."""
+        if self.is_chief:
+            super().save_state(path, model)
+
+    def server_stats(self) -> ServerStats:
+        """Return what this worker did with the servers since it began."""
+        return self._make.totals.stats()
+
+    # Training.
+
+    def prepare(
+        self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
+    ) -> None:
+        """Move what an optimizer trains to the servers, before its first step."""
+        used = [(g, v) for g, v in pairs if g is not None]
+        variables = [v.value if isinstance(v, keras.Variable) else v for _, v in used]
+        if self._ledger.knows(optimizer, variables):
+            self._current = self._ledger.of(optimizer, variables)
+            return
+        for variable in variables:
+            self.extended.refuse_foreign(variable)
+        with tf.init_scope():
+            self._warn(self._warnings_about(optimizer))
+            self._make.expect(self._trained(optimizer, variables))
+            self._current = self._ledger.of(optimizer, variables)
+            if optimizer.use_ema:
+                _host.keras.take_averages(optimizer, lambda: self.extended.running)
+
+    def _trained(self, optimizer: Any, variables: Sequence[Any]) -> Trained:
+        wrapped = {id(v.value): v for v in _host.keras.variables_of(optimizer)}
+        elementwise = optimizers.is_elementwise(optimizer)
+        whole = [
+            not elementwise
+            or getattr(wrapped.get(id(v)), "constraint", None) is not None
+            for v in variables
+        ]
+        mine = {id(v) for v in variables}
+        kept = []
+        for slot in _host.keras.movable_slots_of(optimizer):
+            beside = self.extended.slots.get(_host.shared.identity_of(slot.value))
+            if beside is None or id(beside) in mine:
+                move = _host.keras.mover_of(slot)
+                kept.append(Kept(beside, slot.value, move))
+        layers = [reference() for reference in self.extended.layer_variables]
+        others = [v for v in layers if v is not None and id(v) not in mine]
+        others = [v for v in others if self.twins.of(v) is None]
+        return Trained(kept, whole, others, *_host.keras.step_counter_of(optimizer))
+
+    def _warnings_about(self, optimizer: Any) -> list[str]:
+        momentum = optimizers.momentum_of(optimizer, 1.0)
+        alone = self.workers == 1 and self._settings.fetch_period == 1
+        if alone or self._settings.max_staleness == 0:
+            return []
+        if momentum is None or not momentum.factor:
+            return []
+        return [
+            f"{optimizer.name}: momentum={momentum.factor:g} on the servers and "
+            "gradients that come late: the largest learning rate that is stable is "
+            "many times smaller than on one worker. Use momentum=0, Adagrad or Adam, "
+            "or a rate by the table in docs/downpour.md"
+        ]
+
+    def at_push(self, do: Callable[[], None]) -> None:
+        """Do something in the steps that push."""
+        if self._settings.push_period == 1:
+            do()
+            return
+        exchange: Any = self._current
+        tf.cond(exchange.pushes_now, do, lambda: None)
+
+    def exchange_and_update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
+    ) -> None:
+        """Push the gradients, and fetch the parameters."""
+        used = [(g, v) for g, v in pairs if g is not None]
+        exchange: Any = self._ledger.of(optimizer, [v for _, v in used])
+
+        def push(pairs: list[Any], rate: Any) -> None:
+            def do(factor: tf.Tensor) -> None:
+                update(pairs, rate * tf.cast(factor, rate.dtype))
+                self._after(optimizer)
+
+            exchange.push(do)
+
+        # Of the step that only finds data at their end nothing counts.
+        given = tf.nest.flatten([g for g, _ in used], expand_composites=True)
+        with tf.control_dependencies(given):
+            if self.is_chief:
+                twins = self.twins
+                tf.cond(twins.changed.read_value(), twins.give, lambda: None)
+            super().exchange_and_update(optimizer, used, learning_rate, push)
+
+    def _after(self, optimizer: Any) -> None:
+        """Average, overwrite and constrain, on the servers, as Keras does."""
+        do = self.extended.on_servers
+        found = [
+            (i, variable, twin)
+            for i, variable in enumerate(_host.keras.variables_of(optimizer))
+            if (twin := self.twins.of(variable.value)) is not None
+        ]
+        if optimizer.use_ema:
+            for i, _, twin in found:
+                do(twin, functools.partial(_host.keras.update_average, optimizer, i))
+            self._overwrite(optimizer, [(i, twin) for i, _, twin in found])
+        for _, variable, twin in found:
+            if variable.constraint is not None:
+                do(twin, functools.partial(_constrain, variable.constraint))
+
+    def _overwrite(self, optimizer: Any, twins: Sequence[tuple[int, Any]]) -> None:
+        """Replace what is trained by its average, where it is time."""
+        period = optimizer.ema_overwrite_frequency
+        if not period:
+            return
+        averages = _host.keras.averages_of(optimizer)
+
+        def overwrite() -> None:
+            for i, twin in twins:
+                assign = functools.partial(_assign, averages[i])
+                self.extended.on_servers(twin, assign)
+
+        tf.cond((optimizer.iterations + 1) % period == 0, overwrite, lambda: None)
+
+    # Meeting.
+
+    def settle(self) -> None:
+        """Fetch what the servers have, unless this worker's model was assigned since.
+
+        What is evaluated, predicted or saved next is what the servers have then.
+        """
+        if not tf.executing_eagerly() or bool(self.twins.changed):
+            return
+        self._fetch(always=False)
+
+    def fetch(self) -> None:
+        """Fetch in any case what the servers have."""
+        if not bool(self.twins.changed):
+            self._fetch(always=True)
+
+    def _fetch(self, always: bool) -> None:
+        exchanges: list[Any] = self._ledger.exchanges()
+        for exchange in exchanges:
+            exchange.settle(always)
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here; then fetch.
+
+        Who has died, as far as `liveness` tells, has ended, or has not begun within
+        TF_DGC_TIMEOUT, is not waited for.
+        """
+        self._leave_clocks()
+        self._members.barrier()
+        self.fetch()
+
+    @contextlib.contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Say which server has failed, where TensorFlow says it in its own way.
+
+        Raises:
+            tf.errors.OpError: a server has failed, or cannot be reached.
+        """
+        try:
+            yield
+        except tf.errors.OpError as error:
+            number = _SERVER.search(error.message)
+            if number is None or "Parameter server" in error.message:
+                raise
+            name = self._members.pulse.name_of(int(number[1]))
+            text = (
+                f"{name} has failed, or cannot be reached; what it held is lost. Start "
+                "the job again: with tf_dgc.callbacks.BackupState it continues from "
+                f"its last backup. TensorFlow says: {error.message}"
+            )
+            raise type(error)(error.node_def, error.op, text) from error
+
+    @contextlib.contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Take the data that are distributed next for those of `fit`."""
+        self._fits += 1
+        self._fit_count += 1
+        self.extended.training_next = True
+        try:
+            yield
+        finally:
+            self._fits -= 1
+            self.extended.training_next = False
+            with contextlib.suppress(tf.errors.OpError):  # of a server that has failed
+                self._leave_clocks()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Take the data that are distributed next for those that all read."""
+        self._evaluates += 1
+        try:
+            yield
+        finally:
+            self._evaluates -= 1
+
+    def _leave_clocks(self) -> None:
+        """Hold nobody back who still trains."""
+        exchanges: list[Any] = self._ledger.exchanges()
+        for exchange in exchanges:
+            if exchange.clocks is not None:
+                exchange.clocks.leave()
+
+
+def _constrain(constraint: Any, twin: Any) -> None:
+    twin.assign(constraint(tf.convert_to_tensor(twin)))
+
+
+def _assign(value: Any, twin: Any) -> None:
+    twin.assign(value)
+
+
+@functools.cache
+def _watch_trainer() -> None:
+    _host.hooks.wrap("apply", _prepare)
+    _host.hooks.wrap("fit", _fit)
+    _host.hooks.wrap("evaluate", _evaluate)
+    _host.hooks.wrap("predict", _evaluate)
+
+
+def _prepare(
+    original: Callable[..., Any], optimizer: Any, grads: Any, variables: Any
+) -> Any:
+    strategy = _host.keras.strategy_of(optimizer)
+    if isinstance(strategy, DownpourStrategy):
+        if not strategy.extended.running:
+            raise RuntimeError(
+                f"An optimizer applies this worker's own gradient to {optimizer.name!r}"
+                "'s variables, past the servers. Call the training step by "
+                "`strategy.run(step, args)`."
+            )
+        strategy.prepare(optimizer, list(zip(grads, variables, strict=True)))
+        strategy.extended.applying = True
+    try:
+        return original(optimizer, grads, variables)
+    finally:
+        if isinstance(strategy, DownpourStrategy):
+            strategy.extended.applying = False
+
+
+def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = _host.keras.strategy_of(model)
+    if not isinstance(strategy, DownpourStrategy):
+        return original(model, *args, **kwargs)
+    callbacks = kwargs.get("callbacks") or []
+    for each in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+        if isinstance(each, keras.callbacks.SwapEMAWeights):
+            raise ValueError(
+                "SwapEMAWeights must not be among the callbacks: the averages are on "
+                "the servers, and other workers train while it has swapped them. "
+                f"Received: {each!r}. The end of `fit` puts them into the model"
+            )
+    with strategy.fitting(), strategy.named_errors():
+        return original(model, *args, **kwargs)
+
+
+def _evaluate(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    strategy = _host.keras.strategy_of(model)
+    if not isinstance(strategy, DownpourStrategy):
+        return original(model, *args, **kwargs)
+    with strategy.evaluating(), strategy.named_errors():
+        return original(model, *args, **kwargs)
