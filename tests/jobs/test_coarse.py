@@ -88,25 +88,25 @@ class CoarseValuesTest(unittest.TestCase):
         found = []
         for transport in ("collective", "horovod", "hybrid"):
             args = {"transport": transport, "value_dtype": "sign"}
-            found += pool.run(transport, 2, "test_values", "by_strategy", **args)
+            found += pool.run(transport, 2, "test_coarse", "by_strategy", **args)
         self.assertTrue(found[0]["fell"])
         self.assertEqual(found, [found[0]] * 6)
 
     def test_in_rounds_of_averaging(self) -> None:
         args = {"transport": "collective", "value_dtype": "log4"}
-        first, second = pool.run("collective", 2, "test_values", "by_averaging", **args)
+        first, second = pool.run("collective", 2, "test_coarse", "by_averaging", **args)
         self.assertTrue(first["fell"])
         self.assertEqual(first["crc"], second["crc"])
 
     def test_in_the_front_end_of_horovod(self) -> None:
         first, second = pool.run(
-            "horovod", 2, "test_values", "by_optimizer", value_dtype="log4"
+            "horovod", 2, "test_coarse", "by_optimizer", value_dtype="log4"
         )
         self.assertEqual(first["crc"], second["crc"])
 
     def test_other_types_are_refused(self) -> None:
         with self.assertRaises(pool.WorkerError) as caught:
             args = {"transport": "collective"}
-            pool.run("collective", 2, "test_values", "types_differ", **args)
+            pool.run("collective", 2, "test_coarse", "types_differ", **args)
         text = r"`value_dtype` differs: 'sign' on ranks \[0\]; 'log4' on ranks \[1\]"
         self.assertRegex(str(caught.exception), text)
