@@ -22,7 +22,12 @@ attempt = int(os.environ.get("TF_DGC_ATTEMPT", 0))
 def serve():
     signal.signal(signal.SIGTERM, lambda *_: (print("told to end"), sys.exit(0)))
     print("serves", os.getpid(), flush=True)
+    open(f"serving{config['task']['index']}", "w").close()
     time.sleep(120)
+def wait_for_servers():
+    while not all(map(os.path.exists, map("serving{}".format, range(servers)))):
+        time.sleep(0.05)
+servers = len(config["cluster"]["ps"])
 """
 
 
@@ -44,6 +49,7 @@ class ServersTest(WithServers):
             print(json.dumps(config), flush=True)
             if kind == "ps":
                 serve()
+            wait_for_servers()
             """)
         status, out, err = self.run_to_end("-n", "2", "--ps", "3", script)
         self.assertEqual((status, err), (0, ""))
@@ -62,6 +68,7 @@ class ServersTest(WithServers):
         script = self.script("""
             if kind == "ps":
                 serve()
+            wait_for_servers()
             time.sleep(0.4 * rank)
             print("end")
             """)
