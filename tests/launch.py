@@ -59,6 +59,7 @@ def launched(
     launcher: str = "collective",
     options: Sequence[str] = (),
     timeout: float | None = None,
+    servers: int = 0,
 ) -> list[str]:
     """Return the command that starts a Python script on several workers.
 
@@ -68,6 +69,7 @@ def launched(
         launcher: "collective" for run_local.py, else horovodrun.
         options: for horovodrun.
         timeout: seconds until run_local.py ends all.
+        servers: parameter servers that run_local.py starts, too.
     """
     python = [sys.executable, *command]
     if workers == 1:
@@ -75,7 +77,7 @@ def launched(
     if launcher == "collective":
         local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
         limit = ["--timeout", str(timeout)] if timeout else []
-        return [*local, *limit, "--", *python]
+        return [*local, "--ps", str(servers), *limit, "--", *python]
     return ["horovodrun", "-np", str(workers), *options, *python]
 
 
@@ -96,6 +98,7 @@ def run(
     options: Sequence[str] = (),
     environment: dict[str, str] | None = None,
     timeout: int = 400,
+    servers: int = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script on several workers, each line behind its rank.
 
@@ -106,8 +109,10 @@ def run(
         options: for horovodrun.
         environment: added to that of this process.
         timeout: seconds until all are killed.
+        servers: parameter servers, for run_local.py.
     """
     how: dict[str, Any] = {"workers": workers, "launcher": launcher, "options": options}
+    how["servers"] = servers
     return subprocess.run(
         launched(*command, **how, timeout=timeout - 20),
         cwd=ROOT,

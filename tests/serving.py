@@ -76,7 +76,14 @@ class Task:
 class Job:
     """Servers, which are started at once, and workers, when they are asked for."""
 
-    def __init__(self, workers: int, servers: int, **environment: str) -> None:
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        script: pathlib.Path = SCRIPT,
+        **environment: str,
+    ) -> None:
+        self._script = script
         ports = launch.free_ports(workers + servers)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self._cluster = {"ps": addresses[:servers], "worker": addresses[servers:]}
@@ -92,7 +99,7 @@ class Job:
         self._used |= {index} if kind == "worker" else set()
         config = {"cluster": cluster, "task": {"type": kind, "index": index}}
         own = self._environment | {"TF_CONFIG": json.dumps(config)}
-        command = [str(SCRIPT), case, json.dumps(arguments)]
+        command = [str(self._script), case, json.dumps(arguments)]
         self.tasks.append(Task(command, own | {"CUDA_VISIBLE_DEVICES": ""}))
         return self.tasks[-1]
 

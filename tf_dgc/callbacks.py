@@ -248,7 +248,12 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             _host.keras.set_initial_epoch(self.model, strategy.chief_epoch())
 
     def _prepare(self, strategy: BaseStrategy) -> None:
-        """Agree on a number of this run."""
+        """Agree on a number of this run.
+
+        Raises:
+            ValueError: the model has a table that can be copied in parts only.
+        """
+        backups.refuse_tables(self.model)
         own = tf.constant([secrets.randbelow(2**31)], tf.int64)
         self._run = int(strategy.transport.broadcast([own], "run")[0][0])
         self._writer = backups.Writer(self.backup_dir, strategy.rank, _KEPT)

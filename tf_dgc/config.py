@@ -250,6 +250,8 @@ class DownpourConfig(_Settings):
             more than 1.
         liveness: seconds after which a worker that is not heard of holds nobody back,
             and another may take its place; positive.
+        table_bytes: size from which on the table of a `keras.layers.Embedding` lives on
+            the servers only, 1 or more; None has a copy of each on each worker.
 
     Raises:
         ValueError: a value is out of its range.
@@ -267,12 +269,15 @@ class DownpourConfig(_Settings):
     max_staleness: int | None = None
     staleness_rate: bool = True
     liveness: float = 30.0
+    table_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("fetch_period", "push_period"):
             self._set(name, _count(name, getattr(self, name), 1))
         if self.max_staleness is not None:
             self._set("max_staleness", _count("max_staleness", self.max_staleness))
+        if self.table_bytes is not None:
+            self._set("table_bytes", _count("table_bytes", self.table_bytes, 1))
         if not isinstance(self.staleness_rate, bool):
             raise TypeError(_message("staleness_rate", "True or False", self))
         self._set("liveness", _number("liveness", self.liveness))

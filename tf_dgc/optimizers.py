@@ -194,6 +194,17 @@ def _step_of(optimizer: keras.optimizers.Optimizer, others: float) -> float:
     return float(variable.numpy()[0, 0])
 
 
+def is_rowwise(optimizer: Any) -> bool:
+    """Tell whether rows without a gradient, and what is kept of them, stay as they are.
+
+    So that it is enough to look at those that have one.
+    """
+    kind = type(optimizer)
+    if kind is keras.optimizers.SGD:
+        return not optimizer.momentum
+    return kind is keras.optimizers.Adagrad
+
+
 def check_outsider(model: keras.Model, others: bool) -> str:
     """Return a warning of a model that is of no strategy, where there is one.
 

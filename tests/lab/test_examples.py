@@ -156,6 +156,13 @@ class ExamplesTest(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "3 workers cannot share 400"):
             run_example("map_reduce_regression", workers=3)
 
+    def test_recommender(self) -> None:
+        small = "--items", "2000", "--ratings", "40000", "--epochs", "4"
+        lines = run_example("recommender", *small, servers=1)
+        (line,) = (line for line in lines if line.startswith("variance"))
+        variance, error = map(float, re.findall(r"[0-9.]+", line))
+        self.assertLess(error, 0.6 * variance)
+
 
 if __name__ == "__main__":
     unittest.main()

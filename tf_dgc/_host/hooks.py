@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc._host import keras as host
@@ -15,6 +17,7 @@ from tf_dgc._host import probe
 
 with probe.imports():
     from keras.src.losses import loss as loss_module
+    from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
     from keras.src.trainers.epoch_iterator import EpochIterator
     from tensorflow.python.data.util import random_seed as data_random_seed
@@ -23,6 +26,7 @@ with probe.imports():
 
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
+    store = getattr(saving_lib, "H5IOStore", None)
     return [
         (data_random_seed, "get_seed"),
         (random_seed, "get_seed"),
@@ -37,6 +41,13 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.optimizers.Optimizer, "_backend_apply_gradients"),
         (keras.optimizers.Optimizer, "_clip_gradients"),
         (keras.random.SeedGenerator, "next"),
+        (saving_lib, "H5IOStore"),
+        (saving_lib, "is_memory_sufficient"),
+        (store, "_h5_entry_group"),
+        (store, "_h5_entry_initialized"),
+        (store, "_h5_entry_path"),
+        (store, "_create_h5_group"),
+        (keras.Variable, "_initialize_with_initializer"),
     ]
 
 
@@ -67,6 +78,14 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "apply": keras/src/optimizers/base_optimizer.py: _backend_apply_gradients,
             to which local gradients come first;
             "clip": _clip_gradients beside it, before the reduction;
+            "initialize": KB/tensorflow/core.py: Variable._initialize_with_initializer,
+            which makes the variable of TensorFlow;
+            "build embedding", "look up": keras.layers.Embedding.build and call, which
+            are public;
+            "save embedding", "load embedding", "save optimizer", "load optimizer":
+            save_own_variables(store) and load_own_variables(store), which are public;
+            "memory": keras/src/saving/saving_lib.py: is_memory_sufficient(model), which
+            tells whether a file may be put together in memory;
             "logs": keras/src/trainers/trainer.py: _get_metrics_result_or_logs, which
             takes the logs of a worker's last step where names of metrics do not fit;
             "steps": keras/src/trainers/epoch_iterator.py: _enumerate_iterator, which
@@ -89,6 +108,14 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "compile": (keras.Model, "compile"),
         "train function": (keras.Model, "make_train_function"),
         "apply": (keras.optimizers.Optimizer, "_backend_apply_gradients"),
+        "initialize": (keras.Variable, "_initialize_with_initializer"),
+        "build embedding": (keras.layers.Embedding, "build"),
+        "look up": (keras.layers.Embedding, "call"),
+        "save embedding": (keras.layers.Embedding, "save_own_variables"),
+        "load embedding": (keras.layers.Embedding, "load_own_variables"),
+        "save optimizer": (keras.optimizers.Optimizer, "save_own_variables"),
+        "load optimizer": (keras.optimizers.Optimizer, "load_own_variables"),
+        "memory": (saving_lib, "is_memory_sufficient"),
         "clip": (keras.optimizers.Optimizer, "_clip_gradients"),
         "logs": (keras.Model, "_get_metrics_result_or_logs"),
         "steps": (EpochIterator, "_enumerate_iterator"),
@@ -113,6 +140,35 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
 
 _wrapping = threading.Lock()
 _wrapped: dict[tuple[str, Callable[..., Any]], Any] = {}  # and what was there before
+
+
+def dataset_in(store: Any, key: str, like: Any = None) -> Any:
+    """Return a dataset of a file in which Keras saves, to be read or written in parts.
+
+    keras/src/saving/saving_lib.py: H5IOStore._h5_entry_group, _create_h5_group.
+
+    Args:
+        store: of `save_own_variables`, or `load_own_variables`.
+        key: of the dataset.
+        like: of a new one: a variable.
+
+    Raises:
+        ValueError: the file is of another kind.
+    """
+    if type(store) is not saving_lib.H5IOStore:
+        raise ValueError(
+            "A table that lives on the servers only is saved to, and loaded from, one "
+            f"HDF5 file (`.keras` or `.weights.h5`). Received: {type(store).__name__}"
+        )
+    if like is None:
+        # Older versions of Keras have no reading that refuses links to other files.
+        read = getattr(saving_lib, "safe_get_h5_dataset", operator.getitem)
+        return read(store._h5_entry_group, key)
+    if not store._h5_entry_initialized:
+        store._create_h5_group(store._h5_entry_path)
+    return store._h5_entry_group.create_dataset(
+        key, tuple(like.shape), np.dtype(like.dtype.name)
+    )
 
 
 def replace_random(make: Callable[[Any], Any]) -> None:

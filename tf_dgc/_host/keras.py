@@ -259,6 +259,14 @@ def mover_of(variable: keras.Variable) -> Callable[[Any], None]:
     return move
 
 
+def plain(variable: Any) -> Any:
+    """Return TensorFlow's variable of one of Keras, without reading it.
+
+    KB/tensorflow/core.py: Variable._value.
+    """
+    return getattr(variable, "_value", variable)
+
+
 def step_counter_of(optimizer: keras.optimizers.Optimizer) -> tuple[tf.Variable, int]:
     """Return what counts an optimizer's steps, and by how much one push counts.
 

@@ -4,6 +4,7 @@ Public functions make no variable of a chosen `shared_name` where operations run
 eagerly, and no variable object around a handle.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 from tf_dgc._host import probe
 
 with probe.imports():
+    from tensorflow.python.eager import tape
     from tensorflow.python.ops import handle_data_util, resource_variable_ops
 
 
@@ -19,12 +21,14 @@ def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
     base = getattr(resource_variable_ops, "BaseResourceVariable", None)
     return [
+        (tape, "variable_accessed"),
         (handle_data_util, "create_handle_data"),
         (handle_data_util, "set_handle_data"),
         (resource_variable_ops, "BaseResourceVariable"),
         (base, "_handle"),
         (base, "_shape"),
         (base, "_unique_id"),
+        (base, "_distribute_strategy"),
     ]
 
 
@@ -44,10 +48,12 @@ class Cursor:
 
     Attributes:
         at: number of the piece; None for all of them.
+        rows: of the piece, shape [K], those that are meant; None for all.
     """
 
     def __init__(self) -> None:
         self.at: int | None = None
+        self.rows: Any = None
 
     def over(self, count: int) -> Iterator[int]:
         """Go through the pieces."""
@@ -56,6 +62,15 @@ class Cursor:
                 yield self.at
         finally:
             self.at = None
+
+    @contextlib.contextmanager
+    def only(self, rows: Any) -> Iterator[None]:
+        """Mean these rows of the piece."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
 
 
 class SharedVariable(resource_variable_ops.BaseResourceVariable):
@@ -80,6 +95,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         pieces: Sequence[Piece],
         cursor: Cursor | None = None,
         unique_id: str | None = None,
+        watched: bool = False,
     ) -> None:
         """Make handles; the variable may be there, or not.
 
@@ -91,6 +107,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
             pieces: in the order of rows; one for a scalar.
             cursor: shared with others of the same pieces.
             unique_id: by which Keras finds what an optimizer keeps of it.
+            watched: whether tapes are to watch it.
         """
         dtype = tf.as_dtype(dtype)
         self.pieces, self.cursor = list(pieces), cursor or Cursor()
@@ -107,7 +124,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
             for i, piece in enumerate(self.pieces)
         ]
         super().__init__(
-            trainable=False,
+            trainable=watched,
             shape=self.whole,
             dtype=dtype,
             handle=self._handles[0],
@@ -132,6 +149,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     @property
     def _shape(self) -> tf.TensorShape:
         at = self.cursor.at
+        if self.cursor.rows is not None:
+            return tf.TensorShape([self.cursor.rows.shape[0], *self.whole[1:]])
         return self.whole if at is None else self._shape_of(self.pieces[at])
 
     @_shape.setter
@@ -156,14 +175,27 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
     def value(self) -> tf.Tensor:
         """Return the value."""
+        if self.cursor.rows is not None:
+            return self.sparse_read(self.cursor.rows)
         return self._joined(super().value) if self._split else super().value()
 
     def read_value(self) -> tf.Tensor:
         """Return the value, read now."""
+        if self.cursor.rows is not None:
+            return self.sparse_read(self.cursor.rows)
         read = super().read_value
         return self._joined(read) if self._split else read()
 
-    def _each(self, change: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+    def _each(
+        self,
+        change: Callable[..., Any],
+        scatter: Callable[..., Any],
+        value: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self.cursor.rows is not None:
+            value = tf.convert_to_tensor(value, self.dtype)
+            return scatter(tf.IndexedSlices(value, self.cursor.rows))
         if not self._split:
             return change(value, **kwargs)
         value = tf.convert_to_tensor(value, self.dtype)
@@ -173,15 +205,15 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace the value."""
-        return self._each(super().assign, value, **kwargs)
+        return self._each(super().assign, self.scatter_update, value, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Add to it."""
-        return self._each(super().assign_add, delta, **kwargs)
+        return self._each(super().assign_add, self.scatter_add, delta, **kwargs)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Subtract from it."""
-        return self._each(super().assign_sub, delta, **kwargs)
+        return self._each(super().assign_sub, self.scatter_sub, delta, **kwargs)
 
     def _scatter(self, operation: Callable[..., Any], slices: Any) -> Any:
         """Change rows under the variable's lock.
@@ -213,6 +245,70 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
         raise NotImplementedError("Keras assigns the value instead")
+
+
+class Table(SharedVariable):
+    """A table that no worker holds: rows are read and changed where they are.
+
+    While no piece is meant it has a handle without a value, by which tapes know it.
+
+    Attributes:
+        writes: whether this worker is the one whose assignments count.
+    """
+
+    def __init__(self, *args: Any, strategy: Any, writes: bool, **kwargs: Any) -> None:
+        """Make handles.
+
+        Args:
+            *args: of `SharedVariable`.
+            strategy: in whose scope it is made.
+            writes: see above.
+            **kwargs: of `SharedVariable`.
+        """
+        super().__init__(*args, **kwargs)
+        self.writes = writes
+        self._distribute_strategy = strategy
+        self._anchor = _handle(
+            f"{self.name}.anchor", "", self.dtype, self.whole, "/device:CPU:0"
+        )
+
+    @property
+    def _handle(self) -> Any:
+        at = self.cursor.at
+        return self._anchor if at is None else self._handles[at]
+
+    @_handle.setter
+    def _handle(self, value: Any) -> None:
+        pass
+
+    def _refuse_whole(self) -> None:
+        if self.cursor.at is None:
+            raise ValueError(
+                f"The table {self.name!r} of shape {tuple(self.whole)} lives on the "
+                "servers only, and must not be read as a whole. Read rows of it, by "
+                "its layer, or by `strategy.read_rows(layer.embeddings, start, stop)`; "
+                "or set a larger `DownpourConfig(table_bytes=...)`"
+            )
+
+    def value(self) -> tf.Tensor:
+        """Return the value of a piece, or of rows."""
+        self._refuse_whole()
+        return super().value()
+
+    def read_value(self) -> tf.Tensor:
+        """Return the value of a piece, or of rows, read now."""
+        self._refuse_whole()
+        return super().read_value()
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace the value, piece by piece, where this worker's assignments count."""
+        if self.cursor.at is None and not self.writes:
+            return self
+        return super().assign(value, *args, **kwargs)
+
+    def accessed(self) -> None:
+        """Let tapes watch it. tensorflow/python/eager/tape.py: variable_accessed."""
+        tape.variable_accessed(self)
 
 
 def _handle(

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host, values
+from tf_dgc._host.shared import Table
 from tf_dgc.compression import dgc
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.base import Exchange, Place, Update
@@ -219,6 +220,8 @@ class Downpour(Exchange):
             for mirror, twin in pairs:
                 twin.assign(mirror.read_value())
             for kept, shared in moved:
+                if shared is kept.value:
+                    continue  # of a table; drawn where it is
                 shared.assign(kept.value.read_value())
             for variable, shared in others:
                 shared.assign(variable.read_value())
@@ -253,6 +256,8 @@ class Downpour(Exchange):
 
     def _beside(self, name: str, kept: Kept) -> Any:
         twin = None if kept.beside is None else self.twins.of(kept.beside)
+        if isinstance(kept.value, Table):
+            return kept.value
         if twin is not None:
             return self.twins.like(name, twin, kept.value)
         shape = kept.value.shape.as_list()
@@ -371,7 +376,8 @@ class Downpour(Exchange):
             self._fetched.assign(version)
             self.known.assign(version)
             self._own.assign(tf.zeros([], tf.int64))
-            size = sum(v.shape.num_elements() * v.dtype.size for v in self.variables)
+            own = [v for v in self.variables if not isinstance(v, Table)]
+            size = sum(v.shape.num_elements() * v.dtype.size for v in own)
             self._make.totals.add(pulls=1, received=size)
 
     def _step_alone(self) -> None:
@@ -379,6 +385,8 @@ class Downpour(Exchange):
         if self._rate is None:
             return
         for variable, gradient in zip(self.variables, self._local, strict=True):
+            if isinstance(variable, Table):
+                continue  # of which this worker has no copy
             step = values.scaled(gradient, self._rate)
             if isinstance(step, tf.IndexedSlices):
                 variable.scatter_sub(step)

@@ -4,13 +4,13 @@ Axis: M servers. A mirror is a worker's own variable of a model; its twin, on th
 servers, is what is trained.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc._host.shared import Cursor, Piece, SharedVariable
+from tf_dgc._host.shared import Cursor, Piece, SharedVariable, Table
 from tf_dgc.servers import shards
 from tf_dgc.servers.shards import Shard
 
@@ -104,6 +104,9 @@ class Twins:
         Raises:
             ValueError: one is cut that must not be.
         """
+        for mirror in mirrors:
+            if isinstance(mirror, Table):
+                self._pairs[id(mirror)] = Pair(mirror, mirror)
         known = zip(mirrors, whole, strict=True)
         cut = [m.name for m, w in known if w and self._is_cut(m)]
         if cut:
@@ -161,11 +164,16 @@ class Twins:
 
     @staticmethod
     def _copy(pairs: Sequence[Pair]) -> None:
-        for mirror, twin in pairs:
+        for mirror, twin in _own(pairs):
             _host.shared.bypassed(mirror, "assign")(twin.read_value())
 
     def give(self) -> None:
         """Let the servers have the values of the mirrors."""
-        for mirror, twin in self._pairs.values():
+        for mirror, twin in _own(self._pairs.values()):
             twin.assign(mirror.read_value())
         self.changed.assign(False)
+
+
+def _own(pairs: Iterable[Pair]) -> list[Pair]:
+    """Return those of which this worker has a copy."""
+    return [pair for pair in pairs if pair.mirror is not pair.twin]

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc._host.shared import Table
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records
 from tf_dgc.strategies import positions, remembered
@@ -94,6 +95,21 @@ class Variables:
             own = _own(variable)
             if _host.distribute.is_metric_variable(variable.value) == of_metrics:
                 own.assign(tf.cast(arrays[f"{_VALUE}.{i}"], own.dtype))
+
+
+def refuse_tables(model: keras.Model) -> None:
+    """Refuse backups within epochs of what no worker can copy while it trains.
+
+    Raises:
+        ValueError: the model has a table that lives on the servers only.
+    """
+    plain = [_host.keras.plain(v) for v in model.variables]
+    if found := [v.name for v in plain if isinstance(v, Table)]:
+        raise ValueError(
+            "BackupState must be without `save_freq` and `save_seconds`, and back up "
+            "at the ends of epochs, where tables live on the servers only. "
+            f"Received: {found}"
+        )
 
 
 def _own(variable: Any) -> Any:

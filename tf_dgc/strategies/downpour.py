@@ -13,12 +13,14 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, optimizers
+from tf_dgc._host.shared import Table
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.downpour import Downpouring, Kept, ServerStats, Trained
 from tf_dgc.servers import cluster as clusters
+from tf_dgc.servers import tables
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
-from tf_dgc.strategies import files, randomness
+from tf_dgc.strategies import embeddings, files, randomness
 from tf_dgc.strategies.base import BaseStrategy, _of_several
 from tf_dgc.strategies.served import DownpourExtended
 from tf_dgc.transports import base
@@ -92,6 +94,9 @@ class DownpourStrategy(BaseStrategy):
         self._settings = config
         self._fits = self._evaluates = self._fit_count = 0
         super().__init__(Mesh.of(transport), config, self._make)
+        self.tables = tables.Tables(self._servers, self._members, self)
+        self.extended.table_bytes = config.table_bytes
+        embeddings.install()
         _watch_trainer()
         _of_several.add(self)
         if cluster.workers > 1:
@@ -114,6 +119,25 @@ class DownpourStrategy(BaseStrategy):
     def twins(self) -> Any:
         """What stands on the servers for what is trained."""
         return self._make.twins
+
+    def read_rows(self, variable: Any, start: int, stop: int) -> tf.Tensor:
+        """Return rows of a table that lives on the servers only.
+
+        Args:
+            variable: of an Embedding, or of the optimizer.
+            start: the first row.
+            stop: the row after the last one.
+
+        Raises:
+            TypeError: it is another variable.
+        """
+        table = _host.keras.plain(variable)
+        if not isinstance(table, Table):
+            raise TypeError(
+                "`variable` must be a table that lives on the servers only, as by "
+                f"DownpourConfig(table_bytes=...). Received: variable={variable!r}"
+            )
+        return tables.read_rows(table, start, stop)
 
     @property
     def fits(self) -> bool:
@@ -158,6 +182,10 @@ class DownpourStrategy(BaseStrategy):
         """Return what this worker did with the servers since it began."""
         return self._make.totals.stats()
 
+    def count_received(self, size: tf.Tensor) -> None:
+        """Count bytes that were fetched: shape [], int64."""
+        self._make.totals.add(received=size)
+
     # Training.
 
     def prepare(
@@ -179,6 +207,7 @@ class DownpourStrategy(BaseStrategy):
                 _host.keras.take_averages(optimizer, lambda: self.extended.running)
 
     def _trained(self, optimizer: Any, variables: Sequence[Any]) -> Trained:
+        embeddings.check(optimizer, variables, self._settings)
         wrapped = {id(v.value): v for v in _host.keras.variables_of(optimizer)}
         elementwise = optimizers.is_elementwise(optimizer)
         whole = [

@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, optimizers
+from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.strategies import data
 from tf_dgc.strategies.extended import OneReplicaExtended
@@ -33,11 +34,16 @@ class DownpourExtended(OneReplicaExtended):
         self._running = 0  # steps that are run or traced
         self.applying = False  # an optimizer is between its gradients and constraints
         self.training_next = False
+        self.table_bytes: int | None = None  # from which on tables are on servers only
+        self.embedding: Any = None  # a layer, whose table is made for the servers
+        self.initializing: Any = None  # shape, type and initializer of what is made
 
     # Variables.
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         near = kwargs.get("colocate_with")
+        if (table := self._table(near)) is not None:
+            return table
         own = kwargs.get("synchronization") in (
             tf.VariableSynchronization.NONE,
             tf.VariableSynchronization.ON_READ,
@@ -55,6 +61,26 @@ class DownpourExtended(OneReplicaExtended):
             if kwargs.get("trainable") is not False:
                 self._watch(variable)
         return variable
+
+    def _table(self, near: Any) -> Any:
+        """Return a table on the servers, where one is to be made; else None."""
+        layer, made = self.embedding, self.initializing
+        if made is None or not (layer is not None or isinstance(near, Table)):
+            return None
+        shape, dtype, initializer = made
+        strategy = self._container_strategy()
+        if isinstance(near, Table):
+            if near.whole != tf.TensorShape(shape):
+                return None
+            slot = strategy.tables.make(shape, dtype, initializer, near)
+            self.slots[_host.shared.identity_of(slot)] = near
+            return slot
+        return strategy.tables.make(shape, dtype, initializer)
+
+    def count_received(self, size: tf.Tensor) -> None:
+        """Count bytes of rows that a step fetches."""
+        if self.running:
+            self._container_strategy().count_received(size)
 
     def _watch(self, variable: Any) -> None:
         """Follow what else assigns a variable: its twin must know."""
@@ -109,11 +135,17 @@ class DownpourExtended(OneReplicaExtended):
     ) -> None:
         """Let a function change a twin, and what goes with it, where they are."""
         args = _host.distribute.local_component(args)
+        optimizer = _host.keras.calling_optimizer()
+        by_rows = isinstance(twin, Table) and optimizers.is_rowwise(optimizer)
         for at in twin.cursor.over(len(twin.pieces)):
             piece = twin.pieces[at]
             own = [_rows(part, twin, at) for part in args]
             with tf.device(piece.device), _host.distribute.update_context():
-                fn(twin, *own, **(kwargs or {}))
+                if by_rows and own and isinstance(own[0], tf.IndexedSlices):
+                    with twin.cursor.only(tf.identity(own[0].indices)):
+                        fn(twin, tf.identity(own[0].values), *own[1:])
+                else:
+                    fn(twin, *own, **(kwargs or {}))
 
     @property
     def running(self) -> bool:
@@ -173,6 +205,7 @@ def _rows(part: Any, twin: Any, at: int) -> Any:
         return tf.IndexedSlices(
             tf.boolean_mask(part.values, mine),
             tf.boolean_mask(part.indices, mine) - start,
+            tf.constant([stop - start, *twin.whole[1:]], part.indices.dtype),
         )
     if tf.is_tensor(part) and part.shape == twin.whole:
         return part[start:stop]

@@ -1,0 +1,166 @@
+"""Unmodified `keras.layers.Embedding` whose table lives on the servers only.
+
+Keras's `take` converts the variable before it looks at the indices, so that it is the
+layer that is asked here, instead of the variable.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc import _host, optimizers
+from tf_dgc._host.shared import Table
+from tf_dgc.config import DownpourConfig
+from tf_dgc.servers import tables
+from tf_dgc.strategies.served import DownpourExtended
+
+
+def install() -> None:
+    """Let large tables that are made within the scope be on the servers only; once."""
+    hooks: dict[str, Callable[..., Any]] = {
+        "initialize": _initialize,
+        "build embedding": _build,
+        "look up": _look_up,
+        "save embedding": _save_embedding,
+        "load embedding": _load_embedding,
+        "save optimizer": _save_optimizer,
+        "load optimizer": _load_optimizer,
+        "memory": _is_memory_sufficient,
+    }
+    for name, hook in hooks.items():
+        _host.hooks.wrap(name, hook)
+
+
+def _is_large(layer: Any, limit: int | None) -> bool:
+    size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
+    return limit is not None and size >= limit
+
+
+def check(optimizer: Any, variables: Sequence[Any], config: DownpourConfig) -> None:
+    """Refuse what tables that live on the servers only cannot have.
+
+    Raises:
+        ValueError: the optimizer, or a setting, needs what is not there.
+    """
+    if not any(isinstance(v, Table) for v in variables):
+        return
+    told = {
+        "push_period": config.push_period > 1,
+        "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+        "use_ema": optimizer.use_ema,
+        "weight_decay": optimizer.weight_decay,
+        "an optimizer that looks at whole tensors": not optimizers.is_elementwise(
+            optimizer
+        ),
+    }
+    if found := [name for name, used in told.items() if used]:
+        raise ValueError(
+            "Embedding tables that live on the servers only are trained by the "
+            f"gradients of single rows. Received: {', '.join(found)}. Leave it "
+            "out, or set a larger `DownpourConfig(table_bytes=...)`"
+        )
+
+
+def _extended() -> DownpourExtended | None:
+    extended = tf.distribute.get_strategy().extended
+    return extended if isinstance(extended, DownpourExtended) else None
+
+
+def _initialize(original: Callable[..., Any], variable: Any, initializer: Any) -> Any:
+    extended = _extended()
+    if extended is None:
+        return original(variable, initializer)
+    made = tuple(variable.shape), variable.dtype, initializer
+    extended.initializing, before = made, extended.initializing
+    try:
+        return original(variable, initializer)
+    finally:
+        extended.initializing = before
+
+
+def _build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    extended = _extended()
+    if extended is None or layer.built or not _is_large(layer, extended.table_bytes):
+        return original(layer, *args, **kwargs)
+    told = {
+        "embeddings_regularizer": layer.embeddings_regularizer,
+        "embeddings_constraint": layer.embeddings_constraint,
+        "lora_rank": layer.lora_rank,
+        "quantization": layer.quantization_mode,
+    }
+    if found := [f"{name}={value!r}" for name, value in told.items() if value]:
+        raise ValueError(
+            f"The table of {layer.name!r} lives on the servers only, as it has "
+            "`DownpourConfig(table_bytes=...)` or more, and must have nothing that "
+            f"needs it as a whole. Received: {', '.join(found)}"
+        )
+    extended.embedding = layer
+    try:
+        return original(layer, *args, **kwargs)
+    finally:
+        extended.embedding = None
+
+
+def _look_up(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
+    if (table := _table_of(layer)) is None:
+        return original(layer, inputs)
+    if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
+        raise TypeError(
+            "The table lives on the servers only: its layer takes dense indices. "
+            f"Received: inputs={inputs!r} for {layer.name!r}"
+        )
+    extended = _extended()
+    count = None if extended is None else extended.count_received
+    rows = tables.look_up(table, tf.cast(inputs, "int64"), count)
+    return tf.cast(rows, layer.compute_dtype)
+
+
+def _table_of(layer: Any) -> Any:
+    table = _host.keras.plain(getattr(layer, "_embeddings", None))
+    return table if isinstance(table, Table) else None
+
+
+def _save_embedding(original: Callable[..., Any], layer: Any, store: Any) -> None:
+    if (table := _table_of(layer)) is None:
+        original(layer, store)
+    else:
+        tables.write(table, _host.hooks.dataset_in(store, "0", table))
+
+
+def _load_embedding(original: Callable[..., Any], layer: Any, store: Any) -> None:
+    if (table := _table_of(layer)) is None:
+        original(layer, store)
+    else:
+        tables.load(table, _host.hooks.dataset_in(store, "0"))
+
+
+def _save_optimizer(original: Callable[..., Any], optimizer: Any, store: Any) -> None:
+    own = [_host.keras.plain(v) for v in optimizer.variables]
+    if not any(isinstance(v, Table) for v in own):
+        original(optimizer, store)
+        return
+    for i, variable in enumerate(own):
+        if isinstance(variable, Table):
+            tables.write(variable, _host.hooks.dataset_in(store, str(i), variable))
+        else:
+            store[str(i)] = variable.numpy()
+
+
+def _load_optimizer(original: Callable[..., Any], optimizer: Any, store: Any) -> None:
+    own = [_host.keras.plain(v) for v in optimizer.variables]
+    if not any(isinstance(v, Table) for v in own) or len(store.keys()) != len(own):
+        original(optimizer, store)
+        return
+    for i, variable in enumerate(optimizer.variables):
+        if isinstance(own[i], Table):
+            tables.load(own[i], _host.hooks.dataset_in(store, str(i)))
+        else:
+            variable.assign(store[str(i)])
+
+
+def _is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
+    """Let Keras put files with tables together on the disk."""
+    if any(isinstance(_host.keras.plain(v), Table) for v in model.variables):
+        return False
+    return bool(original(model))
