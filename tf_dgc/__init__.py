@@ -11,9 +11,10 @@ import typing as _typing
 from tf_dgc.version import __version__
 
 if _typing.TYPE_CHECKING:
-    from tf_dgc import callbacks, simulate, transports
+    from tf_dgc import callbacks, layers, simulate, transports
     from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
     from tf_dgc.exchanges.figures import RoundStats, StepStats, TensorStats
+    from tf_dgc.layers import joined, split_dense
     from tf_dgc.strategies import (
         DenseStrategy,
         DGCStrategy,
@@ -34,7 +35,10 @@ __all__ = [
     "TensorStats",
     "__version__",
     "callbacks",
+    "joined",
+    "layers",
     "simulate",
+    "split_dense",
     "transports",
 ]
 
@@ -49,8 +53,10 @@ _ORIGINS = {
     "RoundStats": "exchanges.figures",
     "StepStats": "exchanges.figures",
     "TensorStats": "exchanges.figures",
+    "joined": "layers",
+    "split_dense": "layers",
 }
-_MODULES = ("callbacks", "config", "simulate", "strategies", "transports")
+_MODULES = ("callbacks", "config", "layers", "simulate", "strategies", "transports")
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, columns
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.downpour import ServerStats
@@ -232,9 +232,10 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             if position.step:
                 self._read_all(rest)
                 return
-            self.model.load_weights(weights)
+            with columns.kept_elsewhere():
+                self.model.load_weights(weights)
+            own = backups.seeds(self.model)  # all together: it may make variables
             if strategy.rank < saved:  # a worker that is new draws numbers of its own
-                own = backups.seeds(self.model)
                 shapes = {name: v.shape.as_list() for name, v in own.items()}
                 for name, array in state_files.read_arrays(rest, shapes).items():
                     own[name].assign(array)
@@ -345,7 +346,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             folder.mkdir(parents=True, exist_ok=True)
             # Of a run that was killed; without a manifest the backup is not whole.
             (folder / state_files.MANIFEST).unlink(missing_ok=True)
-            self.model.save_weights(weights, overwrite=True)
+            with columns.kept_elsewhere():
+                self.model.save_weights(weights, overwrite=True)
             values = {name: v.numpy() for name, v in backups.seeds(self.model).items()}
             values |= remembered.arrays_of(self.others, self.model)
             np.savez(rest, allow_pickle=False, **values)

@@ -106,7 +106,8 @@ def leave_out_whole_steps(
                 own.build(trainable_variables)
         share = getattr(_host.keras.strategy_of(own), "share", None)
         if share is not None:  # what is computed without rows counts nothing
-            grads = share.own_gradients(list(grads))
+            variables = trainable_variables or _host.keras.variables_of(own)
+            grads = share.own_gradients(list(grads), variables)
         bad = first_nonfinite([g for g in grads if g is not None])
         (votes,) = transport.all_reduce([tf.cast(bad > 0, tf.int32)], "whole_step")
         tf.cond(
@@ -146,6 +147,45 @@ def refuse_whole_tensors(
             f"optimizer {optimizer.name!r}, {type(optimizer).__name__}, of which an "
             "element's step depends on the gradients of others. Use DenseStrategy or "
             "ParameterAveragingStrategy, or an optimizer such as SGD, Adam or Lion."
+        )
+
+
+def refuse_parts(
+    optimizer: keras.optimizers.Optimizer,
+    parts: Sequence[Any],
+    config: DGCConfig | AveragingConfig | DownpourConfig | None,
+) -> None:
+    """Refuse what looks at more of a gradient than a worker has of split layers.
+
+    Args:
+        optimizer: of the user.
+        parts: variables of which this worker has some columns.
+        config: of the exchange.
+
+    Raises:
+        ValueError: the optimizer looks at whole tensors, or norms are of what each
+            worker has by itself.
+    """
+    if not parts:
+        return
+    rule = "The columns of split layers are trained where they are: "
+    if not is_elementwise(optimizer):
+        raise ValueError(
+            f"{rule}the optimizer must work element by element. Received: "
+            f"{optimizer.name!r}, {type(optimizer).__name__}. Use another one, or "
+            "`keras.layers.Dense`"
+        )
+    if not isinstance(config, DGCConfig):
+        return
+    names = ("clipnorm", "global_clipnorm")
+    found = [f"{n}={v}" for n in names if (v := getattr(optimizer, n, None))]
+    if config.clip_norm is not None:
+        found.append(f"DGCConfig(clip_norm={config.clip_norm})")
+    if found:
+        raise ValueError(
+            f"{rule}no worker has their norm under DGCStrategy, where gradients are "
+            f"clipped before the exchange. Received: {', '.join(found)}. Leave it out, "
+            "or use DenseStrategy or `clipvalue`"
         )
 
 

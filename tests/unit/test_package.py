@@ -30,6 +30,7 @@ ROOMS = (
     "config",
     "_host",
     "values",
+    "columns",
     "compression",
     "averaging",
     "transports",
@@ -39,6 +40,7 @@ ROOMS = (
     "step",
     "strategies",
     "horovod",
+    "layers",
     "callbacks",
     "simulate",
     "lab",
@@ -48,7 +50,7 @@ ROOMS = (
     "run",
     "",  # the package itself
 )
-PURE = ("config", "values", "compression", "averaging")
+PURE = ("config", "values", "columns", "compression", "averaging")
 
 
 def room_of(module: str) -> str:
@@ -135,7 +137,10 @@ class SurfaceTest(tf.test.TestCase):
                 "TensorStats",
                 "__version__",
                 "callbacks",
+                "joined",
+                "layers",
                 "simulate",
+                "split_dense",
                 "transports",
             ],
         )

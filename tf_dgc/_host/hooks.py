@@ -40,6 +40,8 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.Model, "make_train_function"),
         (keras.optimizers.Optimizer, "_backend_apply_gradients"),
         (keras.optimizers.Optimizer, "_clip_gradients"),
+        (keras.optimizers.Optimizer, "load_own_variables"),
+        (keras.optimizers.Optimizer, "save_own_variables"),
         (keras.random.SeedGenerator, "next"),
         (saving_lib, "H5IOStore"),
         (saving_lib, "is_memory_sufficient"),
@@ -242,7 +244,7 @@ def _apply_own_gradients(
 ) -> Any:
     share = _share_of(host.strategy_of(optimizer))
     if share is not None and optimizer not in _as_they_are:
-        grads = share.own_gradients(grads)
+        grads = share.own_gradients(grads, variables)
     return original(optimizer, grads, variables)
 
 

@@ -18,7 +18,7 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,10 @@ def _checked_account(found: Any) -> dict[str, Any]:
 
 
 def read(
-    folder: pathlib.Path, rank: int, manifest: dict[str, Any]
+    folder: pathlib.Path,
+    rank: int,
+    manifest: dict[str, Any],
+    chosen: Collection[int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Read and check the arrays of a rank.
 
@@ -168,6 +171,7 @@ def read(
         folder: of state.
         rank: whose file to read, in [0, world size at saving).
         manifest: of the folder.
+        chosen: numbers of the accounts to read; by default all.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -191,6 +195,7 @@ def read(
     wanted = {
         f"{i}.{name}": tuple(shape)
         for i, account in enumerate(manifest["accounts"])
+        if chosen is None or i in chosen
         for name, shape in account["arrays"].items()
     }
     return read_arrays(path, wanted)

@@ -25,6 +25,8 @@ class Record(NamedTuple):
 
 # First words of the names of arrays of which the sum over the workers is to stay.
 OWED = ("residual", "velocity")
+# First of the variables of the account of what each worker has some columns of.
+PARTS = "columns of split layers"
 _MAX_ELEMENTS = 2**31  # of an array, as of an arena
 
 
@@ -104,13 +106,18 @@ def load(transport: Transport, path: Any) -> list[Record]:
             f"restored on as many. Received: {saved}"
         )
     own = [transport.rank] if same else range(transport.rank, saved, size)
+    accounts = {
+        i: account
+        for i, account in enumerate(manifest["accounts"])
+        if account["variables"][:1] != [PARTS]
+    }
     parts = together(
         transport,
         "outcome of restore_state",
-        lambda: [state_files.read(folder, rank, manifest) for rank in own],
+        lambda: [state_files.read(folder, rank, manifest, accounts) for rank in own],
     )
     records = []
-    for i, account in enumerate(manifest["accounts"]):
+    for i, account in accounts.items():
         arrays = {}
         for name, shape in account["arrays"].items():
             if same:

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, columns
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records
@@ -70,7 +70,12 @@ class Variables:
         """Find them, in an order that is the same in each run."""
         owners = (model, *_host.keras.optimizers_of(model), *model.metrics)
         found = [v for each in owners for v in each.variables]
-        unique = {id(v): v for v in found if "seed_generator_state" not in v.path}
+        unique = {
+            id(v): v
+            for v in found
+            # `save_state` has what is split.
+            if "seed_generator_state" not in v.path and columns.of(v) is None
+        }
         self._found = list(unique.values())
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -15,9 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, optimizers, step
+from tf_dgc import _host, columns, optimizers, step
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
-from tf_dgc.exchanges import EachStep, Ledger, Make, Update
+from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
 from tf_dgc.strategies import files, slicing
@@ -104,6 +104,11 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return self._transport
 
     @property
+    def mesh(self) -> Mesh:
+        """Who takes part in what."""
+        return self._mesh
+
+    @property
     def config(self) -> DGCConfig | AveragingConfig | DownpourConfig | None:
         """The settings; None where the strategy has none."""
         return self._config
@@ -145,7 +150,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ) -> None:
         """Write what all workers keep back to a folder; all workers call this.
 
-        The weights are not in it: the model saves those. Each worker writes a file of
+        The weights are not in it: the model saves those; but what each worker has of
+        split layers, and of their optimizer's slots, is. Each worker writes a file of
         its own; the folder may be on a disk that they share, or on one of each.
 
         Args:
@@ -156,14 +162,15 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Raises:
             OSError, ValueError: a worker could not write; on all workers.
         """
-        self._ledger.save(path, *_trained_in(model))
+        records.save(self._ledger.transport, path, self.own_state(model))
 
     def own_state(self, model: keras.Model) -> list[Record]:
         """Return what `save_state` writes of this worker, eagerly; not collective.
 
         The arrays may be those of variables: copy them before the next step.
         """
-        return self._ledger.records(*_trained_in(model))
+        own = self._ledger.records(*_trained_in(model))
+        return own + split_files.record_of(self._parts_of(model))
 
     def restore_state(
         self, path: str | os.PathLike[str], model: keras.Model | None = None
@@ -183,7 +190,29 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             ValueError: a file is damaged or not of this training; names file and
                 field. Raised in the first step, where that sees the variables first.
         """
+        if model is not None:
+            self._build_for_parts(model)
+        parts = self._parts_of(model)
+        arrays = split_files.load(self._ledger.transport, path, parts)
         self._ledger.restore(path, *_trained_in(model))
+        for variable, array in zip(parts, arrays, strict=True):
+            variable.assign(tf.cast(array, variable.dtype))
+
+    def _parts_of(self, model: keras.Model | None) -> list[Any]:
+        """Return what this worker has columns of: all, or that of a model."""
+        found = self.extended.parts()
+        if model is None:
+            return found
+        owners = (model, *_host.keras.optimizers_of(model))
+        own = {id(v.value) for each in owners for v in each.variables}
+        return [variable for variable in found if id(variable) in own]
+
+    def _build_for_parts(self, model: keras.Model) -> None:
+        """Make the slots of a model's parts, which a state has."""
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and self._parts_of(model):
+            with self.scope():
+                optimizer.build(model.trainable_variables)
 
     def flush(self, model: keras.Model) -> None:
         """Apply all that the workers still keep back; all workers call this.
@@ -301,16 +330,36 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             given = [g for g, _ in pairs if g is not None]
             given = tf.nest.flatten(given, expand_composites=True)
             self.extended.first_targets.compare(self._transport, given)
+        for g, variable in pairs:  # some are changed in the exchange itself
+            if g is not None:
+                self.extended.refuse_foreign(variable)
+        pairs, own = self._without_parts(optimizer, pairs)
         variables = [v for g, v in pairs if g is not None]
-        for variable in variables:  # some are changed in the exchange itself
-            self.extended.refuse_foreign(variable)
         optimizers.refuse_whole_tensors(optimizer, variables, self._config)
         part = None
         if self.share is not None:
             part = self.share.part(optimizer, learning_rate)
         args = optimizer, pairs, learning_rate, update
         with self._exchanged():
-            step.synchronised(self._ledger, *args, part=part, clips=self._clips_sum)
+            step.synchronised(
+                self._ledger, *args, part=part, clips=self._clips_sum, own=own
+            )
+
+    def _without_parts(
+        self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
+    ) -> tuple[list[tuple[Any, Any]], step.Own | None]:
+        """Tell pairs of gradient and variable of all workers from those of this one."""
+        # One worker has all columns, and leaves out of its state what several do.
+        split = [(g, v) for g, v in pairs if g is not None and columns.of(v)]
+        if not split:
+            return list(pairs), None
+        gradients = [tf.convert_to_tensor(g) for g, _ in split]
+        own = step.Own(self._transport, gradients, [v for _, v in split])
+        if self._transport.size > 1:
+            optimizers.refuse_parts(optimizer, own.variables, self._config)
+        if isinstance(self._config, DGCConfig) and self._config.nonfinite == "raise":
+            own.refuse_nonfinite()
+        return [(g, v) for g, v in pairs if not columns.of(v)], own
 
     @property
     def _clips_sum(self) -> bool:

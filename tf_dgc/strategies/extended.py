@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, columns
 from tf_dgc.strategies import (
     data,
     level,
@@ -73,13 +73,14 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self._told_chance = self._told_work = False
         self._end = _host.iterators.Meeting(functools.partial(level.agreed, transport))
         self._statistics: list[weakref.ref[Any]] = []
+        self._parts: list[weakref.ref[Any]] = []
         _host.hooks.wrap("build", _build_by_first_batches)
 
     # Variables.
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         self.used = True
-        kwargs.pop("colocate_with", None)
+        beside = columns.of(kwargs.pop("colocate_with", None))  # of a slot of a part
         synchronization = kwargs.get("synchronization")
 
         def create(**kwargs: Any) -> Any:
@@ -88,18 +89,32 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
         if (optimizer := _host.keras.calling_optimizer()) is not None:
             self._container_strategy().take_in(optimizer)
-        own = synchronization == tf.VariableSynchronization.NONE
+        own = synchronization == tf.VariableSynchronization.NONE or beside is not None
         if synchronization == tf.VariableSynchronization.ON_READ:
             return _host.distribute.create_on_read_variable(
                 self._container_strategy(), lambda **kw: [create(**kw)], **kwargs
             )
         if not own and self._transport.size > 1 and not _alone.get():
             kwargs["initial_value"] = self._shared_initial_value(kwargs)
-        variable = create(**kwargs)
+        with columns.noticing() as drawn:
+            variable = create(**kwargs)
+        for each in [*drawn, *([beside] if beside else [])]:
+            self._note_part(variable, each)
         kept = kwargs.get("trainable") is False and variable.dtype.is_floating
         if kept and not own and _host.keras.calling_optimizer() is None:
             self._statistics.append(weakref.ref(variable))
         return variable
+
+    def _note_part(self, variable: Any, own: columns.Columns) -> None:
+        if variable.shape.rank == 2 and variable.shape[-1] == own.width:
+            columns.mark(variable, own)
+            self._parts.append(weakref.ref(variable))
+
+    def parts(self) -> list[Any]:
+        """Return the variables that are parts, in the order in which they were made."""
+        gc.collect()  # models that are gone, on all workers alike
+        found = [reference() for reference in self._parts]
+        return [variable for variable in found if variable is not None]
 
     def statistics(self) -> list[Any]:
         """Return the variables of layers that gradients do not train, floating point.
@@ -332,8 +347,11 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         if getattr(fn, "__name__", "") == "check_finite":
             # LossScaleOptimizer: an overflow on one worker is one for all.
             share = self._container_strategy().share
-            if share is not None:  # what is computed without rows counts nothing
-                result = tf.logical_or(result, share.empty)
+            if share is not None:
+                optimizer = getattr(fn, "__self__", None)
+                inner = _host.keras.inner_optimizers(optimizer)[-1]
+                variables = _host.keras.variables_of(inner)
+                result = share.all_finite(result, args[0], variables)
             result = self._transport.holds_on_all(result, "finite")
         return result
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, columns
 from tf_dgc.strategies.extended import OneReplicaExtended, on_one_worker
 
 # They do nothing on workers that are not the chief.
@@ -64,10 +65,13 @@ def install(rank: int, workers: int) -> None:
     @functools.wraps(joined)
     def set_model(self: Any, model: Any) -> None:
         if model and (strategy := strategy_of(model)):
-            _join(self, strategy)
+            _join(self, strategy, model)
         joined(self, model)
 
     callbacks.CallbackList.set_model = set_model
+    keras.Model.export = _refusing_parts(keras.Model.export)
+    _host.hooks.wrap("save optimizer", _save_slots)
+    _host.hooks.wrap("load optimizer", _load_slots)
     keras.Model.save = _replacing(keras.Model.save)
     keras.Model.save_weights = _replacing(keras.Model.save_weights)
     for place in (keras.models, keras.saving):
@@ -225,9 +229,12 @@ class _Meeting(keras.callbacks.Callback):
             self._strategy.barrier()
 
 
-def _join(callbacks: Any, strategy: Any) -> None:
+def _join(callbacks: Any, strategy: Any, model: Any) -> None:
     """Put into a list of callbacks what lets the workers wait for each other."""
     given = callbacks.callbacks
+    if any(map(_restores, given)):
+        what = f"The model {model.name!r}, which BackupAndRestore would save,"
+        columns.refuse_to_save(model.variables, what)
     last = [each for each in given if isinstance(each, AtTheEnd)]
     others = [each for each in given if not isinstance(each, AtTheEnd)]
     for each in last:
@@ -275,6 +282,7 @@ def _replacing(original: Callable[..., None]) -> Callable[..., None]:
     def save(
         self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
     ) -> None:
+        columns.refuse_to_save(self.variables, f"The model {self.name!r}")
         if _silent.get():
             return
         target = _plain_file(filepath, overwrite) if _Process.several else None
@@ -287,6 +295,51 @@ def _replacing(original: Callable[..., None]) -> Callable[..., None]:
             original(self, temporary, overwrite, **kwargs)
 
     return save
+
+
+def _refusing_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of models that refuses those with split layers."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        columns.refuse_to_save(self.variables, f"The model {self.name!r}")
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+class _Without(dict[str, Any]):
+    """What an optimizer saves to a store, but for some of it."""
+
+    def __init__(self, store: Any, left_out: set[str]) -> None:
+        super().__init__()
+        self._store, self._left_out = store, left_out
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._left_out:
+            self._store[key] = value
+
+
+def _save_slots(original: Callable[..., None], optimizer: Any, store: Any) -> None:
+    """Leave out what is kept elsewhere."""
+    kept = _kept_elsewhere(optimizer)
+    original(optimizer, _Without(store, set(kept)) if kept else store)
+
+
+def _load_slots(original: Callable[..., None], optimizer: Any, store: Any) -> None:
+    """Leave alone what is kept elsewhere."""
+    if kept := _kept_elsewhere(optimizer):
+        own = {key: np.array(variable) for key, variable in kept.items()}
+        store = {key: store[key] for key in store.keys()} | own
+    original(optimizer, store)
+
+
+def _kept_elsewhere(optimizer: Any) -> dict[str, Any]:
+    """Return the variables of an optimizer that are in no file of weights now."""
+    if not columns.are_kept_elsewhere():
+        return {}
+    numbered = enumerate(optimizer.variables)
+    return {str(i): v for i, v in numbered if columns.of(v) is not None}
 
 
 def _save_model(

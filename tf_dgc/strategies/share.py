@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, columns
 from tf_dgc.exchanges import Part
 from tf_dgc.strategies import slicing
 from tf_dgc.transports import Transport, handshake
@@ -57,6 +57,8 @@ class Share:
         self._divided = False  # whether anybody has asked for N in this step
         self._losses: list[str] = []  # kinds, in this step; see `note_loss`
         self._said: set[str] = set()
+        self._factors: dict[Any, tf.Tensor] = {}  # of the step that runs
+        self._factored: int | None = None  # by what split layers have taken losses for
 
     # Steps.
 
@@ -74,6 +76,7 @@ class Share:
         rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
         self._model, self._divided, self._losses = model, False, []
+        self._factors, self._factored = {}, None
         try:
             self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
             if not self._may_be_empty:
@@ -81,6 +84,7 @@ class Share:
             return run_with_a_row(model, args, step)[0]
         finally:
             self._model, self._may_be_empty = None, False
+            self._factors = {}
 
     @property
     def empty(self) -> tf.Tensor:
@@ -89,8 +93,13 @@ class Share:
             return tf.constant(False)
         return self._rows.read_value() == 0.0
 
-    def own_gradients(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return gradients that are zero where there were no rows to compute them."""
+    def own_gradients(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return gradients that are zero where there were no rows to compute them.
+
+        Those of parts are of the rows of all workers.
+        """
         if not self._may_be_empty:
             return gradients
         empty = self.empty
@@ -101,7 +110,77 @@ class Share:
                 return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
             return tf.where(empty, tf.zeros_like(gradient), gradient)
 
-        return [None if g is None else or_zero(g) for g in gradients]
+        return [
+            g if g is None or columns.is_split(v) else or_zero(g)
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+
+    def all_finite(
+        self, found: tf.Tensor, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> tf.Tensor:
+        """Return whether gradients are finite, but for those that count nothing."""
+        if not self._may_be_empty:
+            return found
+        parts = [
+            tf.reduce_all(tf.math.is_finite(g))
+            for g, v in zip(gradients, variables, strict=False)
+            if g is not None and columns.is_split(v)
+        ]
+        return tf.logical_or(found, self.empty & tf.reduce_all(parts))
+
+    # Parts of weights, of which no other worker has a gradient.
+
+    @property
+    def whole(self) -> int:
+        """N where losses are divided by it, else 1; known in a backward pass."""
+        return self._weighting()[1]
+
+    def factors(self) -> tf.Tensor:
+        """Return what the gradients of each worker's rows count in a sum over all.
+
+        All workers call this, in a backward pass.
+
+        Returns:
+            shape [N], float32; 0 for a worker without rows.
+        """
+        weight, whole = self._weighting()
+        self._factored = whole
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        key = (graph, whole, *self._losses)
+        if self._model is not None and key in self._factors:
+            return self._factors[key]
+        found = self._transport.all_gather(weight, "row_weights")
+        total = tf.reduce_sum(found)
+        factors = tf.math.divide_no_nan(float(whole) * found, total)
+        if self._model is not None:
+            self._factors[key] = factors
+        return factors
+
+    def _weighting(self) -> tuple[tf.Tensor, int]:
+        """Return what this worker's rows count, and N or 1; see `Part`."""
+        workers, one = self._transport.size, tf.ones([])
+        if self._model is None:
+            return one, workers
+        stock = self._divided or _host.keras.has_step_of_keras(self._model)
+        if "sum" in self._losses or (stock and set(self._losses) == {"none"}):
+            return one, workers
+        whole = workers if self._divided else 1
+        counted = self._counted if self._counts_own else self._rows
+        return tf.where(self.empty, 0.0, counted.read_value()), whole
+
+    @property
+    def _counts_own(self) -> bool:
+        return "own" in self._losses and len(self._losses) == 1
+
+    def _refuse_late_division(self, whole: int) -> None:
+        before, self._factored = self._factored, None
+        if before not in (None, whole):
+            raise RuntimeError(
+                "What a step divides by the number of workers must be the loss, before "
+                "its gradients: those of split layers are summed over the workers "
+                "already. Received: a training step that reads "
+                "`num_replicas_in_sync` after its backward pass"
+            )
 
     # Losses.
 
@@ -148,16 +227,15 @@ class Share:
         if not self._divided:
             self._say_undivided(self._model)
         whole = workers if self._divided else 1
+        self._refuse_late_division(whole)
         if self._local:
             if _host.keras.follows_schedule(optimizer):  # by steps of its own
                 rate = tf.constant(float("nan"))
             return Part(rate, tf.where(self.empty, 0.0, one), whole)
         if getattr(optimizer, "gradient_accumulation_steps", None):
             return Part(rate, one, whole)
-        counted = self._rows
-        if "own" in self._losses and len(self._losses) == 1:
-            counted = self._counted
-        elif "own" in self._losses:
+        counted = self._counted if self._counts_own else self._rows
+        if not self._counts_own and "own" in self._losses:
             self._say(
                 "Losses that leave out rows, or what is masked, are weighted by rows "
                 "where there are several of them in a step: shares in which other "

@@ -1,0 +1,508 @@
+"""Split layers: first values, models, state. Workers are threads, without a graph."""
+
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from loopback import Loopback, outcomes, run_workers
+
+import tf_dgc
+from tf_dgc.columns import Columns
+from tf_dgc.layers import SplitDense, draws, trials
+from tf_dgc.transports.local import LocalTransport
+
+X = np.random.default_rng(0).normal(size=(30, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 5, 30)
+FROM_LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def dense(units: int, seed: int, name: str, **arguments: Any) -> keras.layers.Dense:
+    drawn = keras.initializers.GlorotUniform(seed)  # threads share what has no seed
+    return keras.layers.Dense(units, kernel_initializer=drawn, name=name, **arguments)
+
+
+def network() -> keras.Model:
+    inner = keras.Sequential([keras.Input((9,)), dense(7, 1, "inner")])
+    inputs = keras.Input((6,))
+    x = dense(9, 2, "first", activation="tanh")(inputs)
+    x = keras.layers.LayerNormalization()(x)
+    return keras.Model(inputs, dense(5, 3, "last")(inner(x)))
+
+
+def compiled(model: keras.Model, optimizer: Any = None) -> keras.Model:
+    model.compile(
+        optimizer or keras.optimizers.Adam(0.01),
+        FROM_LOGITS,
+        run_eagerly=True,
+    )
+    return model
+
+
+def fit(model: keras.Model, **arguments: Any) -> Any:
+    return model.fit(X, Y, batch_size=10, shuffle=False, verbose=0, **arguments)
+
+
+def on_workers(
+    size: int, work: Callable[[Any], Any], make: Any = tf_dgc.DenseStrategy
+) -> list[Any]:
+    def run(transport: Loopback) -> Any:
+        strategy = make(transport=transport)
+        with strategy.scope():
+            return work(strategy)
+
+    return run_workers(size, run)
+
+
+class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.product(
+        initializer=[
+            keras.initializers.GlorotUniform,
+            keras.initializers.GlorotNormal,
+            keras.initializers.HeNormal,
+            keras.initializers.LecunUniform,
+            keras.initializers.RandomNormal,
+            keras.initializers.RandomUniform,
+            keras.initializers.TruncatedNormal,
+            keras.initializers.Orthogonal,
+            keras.initializers.Ones,
+        ],
+        form=[(7, 5, 2), (33, 10, 3), (8, 3, 4)],
+    )
+    def test_they_are_columns_of_what_one_worker_draws(
+        self, initializer: Any, form: tuple[int, int, int]
+    ) -> None:
+        rows, units, workers = form
+        own = [] if initializer is keras.initializers.Ones else [("seed", 4)]
+        initializer = initializer(**dict(own))
+        # Blocks of a few rows.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draws, "_BLOCK", 8 * units)
+            parts = [
+                draws.own_columns(
+                    initializer,
+                    rows,
+                    Columns(rank, workers, units),
+                    "float32",
+                    LocalTransport(),
+                )
+                for rank in range(workers)
+            ]
+        whole = np.asarray(initializer((rows, units), dtype="float32"))
+        self.assertAllEqual(Columns(0, workers, units).join(parts), whole)
+        # What there are no units for is zero.
+        end = np.concatenate(parts, axis=1)[:, units:]
+        self.assertAllEqual(end, np.zeros_like(end))
+
+    def test_no_worker_draws_a_large_matrix_at_once(self) -> None:
+        seen: list[Any] = []
+        stream = draws._stream_of(keras.initializers.RandomUniform(seed=1), 2**12, 2**8)
+        assert stream is not None
+
+        def drawn(**arguments: Any) -> Any:
+            seen.append(arguments["shape"])
+            return tf.raw_ops.StatelessRandomUniformV2(**arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draws, "_BLOCK", 2**12)
+            part = draws._in_blocks(
+                stream._replace(draw=drawn), 1, 2**12, Columns(1, 4, 2**8)
+            )
+        self.assertEqual(part.shape, (2**12, 2**6))
+        self.assertLessEqual(max(map(np.prod, seen)), 2**12)
+
+
+class TrialsTest(tf.test.TestCase):
+    def test_what_looks_at_single_columns_is_told_from_what_does_not(self) -> None:
+        r, c = keras.regularizers, keras.constraints
+        for each in (r.L1(0.1), r.L2(0.1), r.L1L2(0.1, 0.2)):
+            self.assertTrue(trials.sums_over_columns(each))
+        self.assertFalse(trials.sums_over_columns(r.OrthogonalRegularizer()))
+        for each in (c.MaxNorm(1.0), c.NonNeg(), c.UnitNorm(axis=0)):
+            self.assertTrue(trials.keeps_to_columns(each))
+        for each in (c.MaxNorm(1.0, axis=1), c.UnitNorm(axis=[0, 1])):
+            self.assertFalse(trials.keeps_to_columns(each))
+
+
+@pytest.mark.long
+class ModelTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(1, 2, 4)
+    def test_joined_is_what_was_split_bit_for_bit(self, workers: int) -> None:
+        given = compiled(network())
+        fit(given)
+        expected = given.get_weights()
+
+        def work(strategy: Any) -> Any:
+            model = network()
+            model.set_weights(expected)
+            split = tf_dgc.split_dense(model, 40)
+            kinds = [type(each).__name__ for each in split.layers]
+            widths = [split.get_layer(n).kernel.shape[1] for n in ("first", "last")]
+            return tf_dgc.joined(split).get_weights(), kinds, widths
+
+        for weights, kinds, widths in on_workers(workers, work):
+            for one, other in zip(weights, expected, strict=True):
+                self.assertAllEqual(one, other)
+            # The last one is smaller than asked for.
+            self.assertEqual([kinds[1], kinds[-1]], ["SplitDense", "Dense"])
+            self.assertEqual(widths, [-(-9 // workers), 5])
+
+    def test_joined_loads_without_this_package_and_goes_on_alike(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "joined.keras")
+
+            def work(strategy: Any) -> Any:
+                model = compiled(tf_dgc.split_dense(network(), 1))
+                fit(model)
+                tf_dgc.joined(model).save(path)  # which the chief writes
+                return fit(model).history["loss"], tf_dgc.joined(model).get_weights()
+
+            history, weights = on_workers(2, work)[0]
+            self.assertNotIn(b"tf_dgc", path.read_bytes())
+            loaded = keras.models.load_model(path)
+        loaded.run_eagerly = True
+        self.assertAllClose(fit(loaded).history["loss"], history, 1e-5)
+        for one, other in zip(loaded.get_weights(), weights, strict=True):
+            self.assertAllClose(one, other, 1e-5, 1e-5)
+
+    def test_frozen_layers_stay_frozen(self) -> None:
+        model = network()
+        model.get_layer("first").trainable = False
+        split = tf_dgc.split_dense(model, 1)
+        self.assertFalse(split.get_layer("first").trainable)
+        self.assertTrue(split.get_layer("last").trainable)
+        self.assertFalse(tf_dgc.joined(split).get_layer("first").trainable)
+
+    def test_without_a_strategy_it_is_a_dense_layer(self) -> None:
+        layer = SplitDense(4, kernel_initializer="ones")
+        self.assertAllEqual(
+            layer(X), keras.layers.Dense(4, kernel_initializer="ones")(X)
+        )
+        self.assertFalse(layer.is_split)
+
+    def test_its_gradient_is_that_of_dense(self) -> None:
+        kernel = np.random.default_rng(2).normal(size=(6, 7)).astype("float32")
+
+        def gradients(layer: Any, strategy: Any) -> Any:
+            rank, size = (strategy.rank, 2) if strategy else (0, 1)
+            rows = tf.constant(X[rank * 15 : rank * 15 + 15 if size > 1 else 30])
+            layer.build(rows.shape)
+            layer.load_own_variables({"0": kernel, "1": np.zeros(7, "float32")})
+            with tf.GradientTape() as tape:
+                tape.watch(rows)
+                loss = tf.reduce_sum(layer(rows) ** 2)
+            return tape.gradient(loss, [rows, layer.kernel.value])
+
+        expected = gradients(keras.layers.Dense(7), None)
+        # Without a step of Keras's a sum over workers is divided by their number later.
+        found = on_workers(2, lambda strategy: gradients(SplitDense(7), strategy))
+        rows = np.concatenate([np.asarray(each[0]) for each in found])
+        self.assertAllClose(rows, expected[0], 1e-5, 1e-5)
+        parts = [np.asarray(each[1]) for each in found]
+        self.assertAllClose(Columns(0, 2, 7).join(parts), expected[1], 1e-5, 1e-4)
+
+
+@pytest.mark.long
+class StateTest(parameterized.TestCase, tf.test.TestCase):
+    def trained(
+        self, workers: int, epochs: int, folder: str | None = None, make: Any = None
+    ) -> Any:
+        """Train up to an epoch, from what is in a folder on."""
+
+        def work(strategy: Any) -> Any:
+            model = compiled(tf_dgc.split_dense(network(), 1))
+            backup = tf_dgc.callbacks.BackupState(folder, False) if folder else None
+            fit(model, epochs=epochs, callbacks=[backup] if backup else [])
+            whole = tf_dgc.joined(model)
+            return [v.numpy() for v in [*whole.variables, *whole.optimizer.variables]]
+
+        return on_workers(workers, work, make or tf_dgc.DenseStrategy)
+
+    def assert_alike(self, found: Any, expected: Any, tolerance: float) -> None:
+        for each in found:
+            for one, other in zip(each, expected, strict=True):
+                self.assertAllClose(one, other, tolerance, tolerance)
+
+    def test_a_backup_of_four_workers_goes_on_with_two_and_with_one(self) -> None:
+        (expected,) = self.trained(1, 4)
+        with tempfile.TemporaryDirectory() as folder:
+            for epochs, workers in enumerate((4, 2, 1, 3), 1):
+                found = self.trained(workers, epochs, folder)
+        self.assert_alike(found, expected, 1e-5)
+
+    @parameterized.parameters(tf_dgc.DenseStrategy, tf_dgc.DGCStrategy)
+    def test_a_backup_of_as_many_workers_goes_on_bit_for_bit(self, make: Any) -> None:
+        expected = self.trained(3, 2, make=make)
+        with tempfile.TemporaryDirectory() as folder:
+            self.trained(3, 1, folder, make=make)
+            found = self.trained(3, 2, folder, make=make)
+        self.assert_alike(found, expected[0], 0.0)
+
+
+def told_on_two(work: Callable[[Any], Any], make: Any = tf_dgc.DenseStrategy) -> Any:
+    """Return what each of two workers raises."""
+
+    def run(transport: Loopback) -> None:
+        strategy = make(transport=transport)
+        with strategy.scope():
+            work(strategy)
+
+    return outcomes(2, run)
+
+
+def layer_of(**arguments: Any) -> Callable[[Any], Any]:
+    return lambda strategy: SplitDense(4, **arguments)(X[:2])
+
+
+def model_with(**arguments: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), SplitDense(5, name="wide")])
+    model.compile(loss=FROM_LOGITS, run_eagerly=True, **arguments)
+    return model
+
+
+def clipping(transport: Any) -> Any:
+    config = tf_dgc.DGCConfig(clip_norm=1.0)
+    return tf_dgc.DGCStrategy(config, transport=transport)
+
+
+def later(act: Callable[[keras.Model], Any]) -> Callable[[Any], Any]:
+    return lambda strategy: act(model_with())
+
+
+class Divides(keras.Sequential):
+    """Averages its gradients by itself, after the backward pass."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(x))
+            loss = tf.reduce_mean(losses)
+        found = tape.gradient(loss, self.trainable_variables)
+        workers = tf.distribute.get_strategy().num_replicas_in_sync
+        self.optimizer.apply([g / workers for g in found], self.trainable_variables)
+        return {"loss": loss}
+
+
+def late_division(strategy: Any) -> None:
+    model = Divides([keras.Input((6,)), SplitDense(5)])
+    model.compile("sgd", run_eagerly=True)
+    fit(model)
+
+
+def other_shape(strategy: Any) -> None:
+    layer = SplitDense(4, name="wide")
+    layer.build((None, 6))
+    layer.load_own_variables({"0": np.zeros((6, 3)), "1": np.zeros(4)})
+
+
+def without_kernel(strategy: Any) -> None:
+    layer = SplitDense(4, name="wide")
+    layer.build((None, 6))
+    layer.load_own_variables({"1": np.zeros(4)})
+
+
+def not_finite(strategy: Any) -> None:
+    model = model_with(optimizer="sgd")
+    x = np.where(np.arange(30)[:, None] == 17, np.inf, X)
+    model.fit(x, Y, batch_size=10, shuffle=False, verbose=0)
+
+
+def state_of_others(strategy: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_with(optimizer="sgd")
+        fit(model)
+        strategy.save_state(folder, model)
+        other = keras.Sequential([keras.Input((6,)), SplitDense(7)])
+        strategy.restore_state(folder, other)
+
+
+C, R = keras.constraints, keras.regularizers
+SGD = keras.optimizers.SGD
+REFUSED: dict[str, tuple[Any, Any, str, str]] = {
+    "local_steps": (
+        tf_dgc.ParameterAveragingStrategy,
+        layer_of(),
+        "ValueError",
+        "workers that meet in each step.*Received: ParameterAveragingStrategy",
+    ),
+    "lora": (
+        tf_dgc.DenseStrategy,
+        layer_of(lora_rank=2),
+        "ValueError",
+        "neither quantization nor LoRA.*lora_rank=2",
+    ),
+    "quantized": (
+        tf_dgc.DenseStrategy,
+        layer_of(dtype="int8_from_float32"),
+        "ValueError",
+        "neither quantization nor LoRA.*quantization_mode='int8'",
+    ),
+    "constraint": (
+        tf_dgc.DenseStrategy,
+        layer_of(kernel_constraint=C.MaxNorm(1.0, axis=1)),
+        "ValueError",
+        "`kernel_constraint` that looks at single columns.*MaxNorm",
+    ),
+    "regularizer": (
+        tf_dgc.DenseStrategy,
+        layer_of(kernel_regularizer=R.OrthogonalRegularizer()),
+        "ValueError",
+        "`kernel_regularizer` that is a sum over columns.*Orthogonal",
+    ),
+    "sparse": (
+        tf_dgc.DenseStrategy,
+        lambda strategy: SplitDense(4)(tf.sparse.from_dense(X[:2])),
+        "TypeError",
+        "`inputs` of the split layer.*dense tensor.*SparseTensor",
+    ),
+    "other_units": (
+        tf_dgc.DenseStrategy,
+        lambda strategy: SplitDense(4 + strategy.rank, name="wide")(X[:2]),
+        "ValueError",
+        "same split layer 'wide'.*`units` differs: 4 on ranks \\[0\\]",
+    ),
+    "lora_later": (
+        tf_dgc.DenseStrategy,
+        later(lambda model: model.layers[0].enable_lora(2)),
+        "ValueError",
+        "'wide' can have no LoRA. Use `tf_dgc.joined",
+    ),
+    "quantized_later": (
+        tf_dgc.DenseStrategy,
+        later(lambda model: model.layers[0].quantize("int8")),
+        "ValueError",
+        "'wide' can have no quantization. Use `tf_dgc.joined",
+    ),
+    "save": (
+        tf_dgc.DenseStrategy,
+        later(lambda model: model.save("unused.keras")),
+        "ValueError",
+        "columns of one of 2 workers only. Save `tf_dgc.joined",
+    ),
+    "save_weights": (
+        tf_dgc.DenseStrategy,
+        later(lambda model: model.save_weights("unused.weights.h5")),
+        "ValueError",
+        "columns of one of 2 workers only. Save `tf_dgc.joined",
+    ),
+    "export": (
+        tf_dgc.DenseStrategy,
+        later(lambda model: model.export("unused")),
+        "ValueError",
+        "columns of one of 2 workers only. Save `tf_dgc.joined",
+    ),
+    "save_layer": (
+        tf_dgc.DenseStrategy,
+        later(lambda model: model.layers[0].save_own_variables({})),
+        "ValueError",
+        "The model of 'wide' has split layers.*Save `tf_dgc.joined",
+    ),
+    "backup_of_keras": (
+        tf_dgc.DenseStrategy,
+        later(
+            lambda model: fit(
+                model, callbacks=[keras.callbacks.BackupAndRestore("unused")]
+            )
+        ),
+        "ValueError",
+        "which BackupAndRestore would save.*`tf_dgc.callbacks.BackupState`",
+    ),
+    "whole_tensors": (
+        tf_dgc.DenseStrategy,
+        lambda strategy: fit(model_with(optimizer=keras.optimizers.Lamb())),
+        "ValueError",
+        "must work element by element.*Lamb",
+    ),
+    "norm_of_keras": (
+        tf_dgc.DGCStrategy,
+        lambda strategy: fit(model_with(optimizer=SGD(global_clipnorm=1.0))),
+        "ValueError",
+        "no worker has their norm.*Received: global_clipnorm=1.0",
+    ),
+    "norm_of_dgc": (
+        clipping,
+        lambda strategy: fit(model_with(optimizer=SGD())),
+        "ValueError",
+        r"no worker has their norm.*Received: DGCConfig\(clip_norm=1.0\)",
+    ),
+    "late_division": (
+        tf_dgc.DenseStrategy,
+        late_division,
+        "RuntimeError",
+        "reads `num_replicas_in_sync` after its backward pass",
+    ),
+    "other_shape": (
+        tf_dgc.DenseStrategy,
+        other_shape,
+        "ValueError",
+        r"'wide' must be of shape \(6, 4\). Received: \(6, 3\)",
+    ),
+    "without_kernel": (
+        tf_dgc.DenseStrategy,
+        without_kernel,
+        "ValueError",
+        "no kernel of the split layer 'wide'.*BackupState` reads",
+    ),
+    "not_finite": (
+        tf_dgc.DGCStrategy,
+        not_finite,
+        "InvalidArgumentError",
+        "gradient of a split layer holds NaN or inf; all workers stop",
+    ),
+    "state_of_others": (
+        tf_dgc.DenseStrategy,
+        state_of_others,
+        "ValueError",
+        r"must be of split layers.*\(6, 7\).*Received: .*\(6, 5\).*Give",
+    ),
+}
+
+
+@pytest.mark.long
+class RefusalTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.named_parameters((name, *case) for name, case in REFUSED.items())
+    def test_all_workers_are_told(
+        self, make: Any, work: Any, kind: str, text: str
+    ) -> None:
+        for error in told_on_two(work, make):
+            self.assertEqual(type(error).__name__, kind, error)
+            self.assertRegex(str(error).replace("\n", " "), text)
+
+    @parameterized.parameters(
+        (lambda: tf_dgc.split_dense(network(), 2.0), TypeError, "must be an integer"),
+        (lambda: tf_dgc.split_dense(network(), True), TypeError, "must be an integer"),
+        (lambda: tf_dgc.split_dense(network(), 0), ValueError, "must be 1 or more"),
+        (lambda: tf_dgc.joined(Divides), TypeError, "sequential or functional"),
+        (lambda: tf_dgc.split_dense(keras.Sequential()), ValueError, "built first"),
+    )
+    def test_what_is_no_model_to_split_is_told(
+        self, act: Any, kind: type[Exception], text: str
+    ) -> None:
+        with self.assertRaisesRegex(kind, text):
+            act()
+
+    def test_a_dense_layer_with_lora_or_quantized_is_named(self) -> None:
+        for change in (lambda d: d.enable_lora(2), lambda d: d.quantize("int8")):
+            model = network()
+            change(model.get_layer("last"))
+            with self.assertRaisesRegex(ValueError, "'last' cannot be split"):
+                tf_dgc.split_dense(model, 1)
+
+    def test_a_job_of_horovod_without_a_strategy_is_told(self) -> None:
+        hvd = mock.Mock(is_initialized=lambda: True, size=lambda: 2)
+        with (
+            mock.patch.dict("sys.modules", {"horovod.tensorflow": hvd}),
+            mock.patch("tf_dgc.layers.dense.import_horovod", lambda: hvd),
+            self.assertRaisesRegex(ValueError, "must be made in the scope"),
+        ):
+            SplitDense(4)(X)
+
+
+if __name__ == "__main__":
+    tf.test.main()

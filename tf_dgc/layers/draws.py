@@ -1,0 +1,139 @@
+"""First values of a part: those columns of what one worker would draw.
+
+Axes: I rows, U columns of the whole, W columns of a part.
+
+The random numbers of a large matrix are drawn in blocks of rows, of which each worker
+keeps its columns, so that no worker ever has the whole of it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc.columns import Columns
+from tf_dgc.transports.base import Transport
+
+_BLOCK = 2**22  # elements drawn at a time
+_GROUP = 4  # float32 numbers of one count of Philox, of those that are never drawn anew
+_RESERVED = 256  # counts for a group of those that may be: random_distributions.h
+
+_VARIANCE = tuple(
+    getattr(keras.initializers, name)
+    for name in (
+        "GlorotNormal",
+        "GlorotUniform",
+        "HeNormal",
+        "HeUniform",
+        "LecunNormal",
+        "LecunUniform",
+        "VarianceScaling",
+    )
+)
+_CONSTANT = (
+    keras.initializers.Constant,
+    keras.initializers.Ones,
+    keras.initializers.Zeros,
+)
+_SEEDS = 2**31 - 2  # as Keras: backend/tensorflow/random.py
+_NORMAL_CUT = 0.87962566103423978  # deviation of a normal one truncated at 2
+
+
+class _Stream(NamedTuple):
+    """How an initializer makes float32 numbers of a seed, element by element."""
+
+    draw: Callable[..., tf.Tensor]
+    counts: int  # of Philox, for a group
+    scale: float
+    shift: float
+
+
+def own_columns(
+    initializer: Any, rows: int, own: Columns, dtype: Any, transport: Transport
+) -> tf.Tensor:
+    """Return this worker's columns of what rank 0 draws; all workers call this.
+
+    Args:
+        initializer: of Keras, or a function of a shape and a type.
+        rows: I.
+        own: which columns.
+        dtype: of the result.
+        transport: to the other workers.
+
+    Returns:
+        shape [I, W]. Columns that there are no units for are zero.
+    """
+    if type(initializer) in _CONSTANT:
+        used = max(0, min(own.width, own.units - own.start))
+        part = tf.convert_to_tensor(initializer((rows, used), dtype=dtype))
+        return tf.pad(part, [[0, 0], [0, own.width - used]])
+    stream = _stream_of(initializer, rows, own.units)
+    seed = getattr(initializer, "seed", None)
+    if stream is not None and type(seed) is int and tf.as_dtype(dtype) == tf.float32:
+        (shared,) = transport.broadcast([tf.constant([seed], tf.int64)], "split.seed")
+        seed = int(shared[0]) % _SEEDS
+        return tf.constant(_in_blocks(stream, seed, rows, own))
+    whole = tf.convert_to_tensor(initializer((rows, own.units), dtype=dtype))
+    (whole,) = transport.broadcast([whole], "split.whole")
+    end = own.workers * own.width - own.units
+    padded = tf.pad(whole, [[0, 0], [0, end]])
+    return padded[:, own.start : own.start + own.width]
+
+
+def _stream_of(initializer: Any, rows: int, units: int) -> _Stream | None:
+    """Return how an initializer of Keras draws a matrix [I, U]; None of others."""
+    kind, ops = type(initializer), tf.raw_ops
+    if kind is keras.initializers.RandomUniform:
+        low, high = initializer.minval, initializer.maxval
+        return _Stream(ops.StatelessRandomUniformV2, 1, high - low, low)
+    if kind is keras.initializers.RandomNormal:
+        own = initializer.stddev, initializer.mean
+        return _Stream(ops.StatelessRandomNormalV2, 1, *own)
+    if kind is keras.initializers.TruncatedNormal:
+        own = initializer.stddev, initializer.mean
+        return _Stream(ops.StatelessTruncatedNormalV2, _RESERVED, *own)
+    axes = (
+        getattr(initializer, "input_axes", None),
+        getattr(initializer, "output_axes", None),
+    )
+    if kind not in _VARIANCE or axes != (None, None):
+        return None
+    fans = {"fan_in": rows, "fan_out": units, "fan_avg": (rows + units) / 2.0}
+    variance = initializer.scale / max(1.0, fans[initializer.mode])
+    if initializer.distribution == "truncated_normal":
+        deviation = math.sqrt(variance) / _NORMAL_CUT
+        return _Stream(ops.StatelessTruncatedNormalV2, _RESERVED, deviation, 0.0)
+    if initializer.distribution == "untruncated_normal":
+        return _Stream(ops.StatelessRandomNormalV2, 1, math.sqrt(variance), 0.0)
+    limit = math.sqrt(3.0 * variance)
+    return _Stream(ops.StatelessRandomUniformV2, 1, 2 * limit, -limit)
+
+
+def _in_blocks(stream: _Stream, seed: int, rows: int, own: Columns) -> np.ndarray:
+    """Draw a matrix [I, U] in blocks of rows; return own columns, [I, W]."""
+    with tf.device("CPU:0"):
+        key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
+            seed=tf.constant([seed, 0], tf.int32)
+        )
+        low, high = (int(word) for word in counter.numpy())
+        # So many rows that blocks begin with a group.
+        step = max(_GROUP, _BLOCK // own.units // _GROUP * _GROUP)
+        found = np.zeros((rows, own.width), np.float32)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            skipped = first * own.units // _GROUP * stream.counts
+            place = (low + (high << 64) + skipped) % 2**128
+            drawn = stream.draw(
+                shape=[count, own.units],
+                key=key,
+                counter=tf.constant([place % 2**64, place >> 64], tf.uint64),
+                alg=1,  # Philox
+                dtype=tf.float32,
+            )
+            columns = drawn[:, own.start : own.start + own.width]
+            block = columns * np.float32(stream.scale) + np.float32(stream.shift)
+            found[first : first + count, : block.shape[1]] = block
+    return found

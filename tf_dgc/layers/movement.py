@@ -1,0 +1,130 @@
+"""Activations between workers, and their gradients.
+
+Axes: N workers, M rows of the worker that has most, I inputs, W columns of a part.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc.transports.base import Transport
+
+
+class Movement:
+    """Moves the activations of one layer, forth and back."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        """Choose the wire.
+
+        Args:
+            transport: to the other workers.
+            name: prefix of the names of the collectives.
+        """
+        self._transport, self._name = transport, name
+
+    def most(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return M, shape [], int64, of this worker's number of rows."""
+        counts = self._transport.all_gather(rows, f"{self._name}.rows")
+        return tf.reduce_max(counts)
+
+    def gathered(self, x: tf.Tensor) -> tf.Tensor:
+        """Return the rows of all workers, [N, M, I], of this worker's [M, I].
+
+        Its gradient is the sum over what each worker has computed with these rows.
+        """
+
+        @tf.custom_gradient
+        def gather(x: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            def grad(upstream: tf.Tensor) -> tf.Tensor:
+                parts = self.exchanged(upstream, "dx")
+                wide = tf.float64 if parts.dtype == tf.float64 else tf.float32
+                return tf.cast(tf.reduce_sum(tf.cast(parts, wide), 0), x.dtype)
+
+            bits, back = _portable(x)
+            name = f"{self._name}.x"
+            return back(self._transport.all_gather(bits, name)), grad
+
+        found: tf.Tensor = gather(x)
+        return found
+
+    def exchanged(self, rows: tf.Tensor, way: str) -> tf.Tensor:
+        """Send [N, ...] by worker, and get [N, ...]; its gradient goes the way back."""
+
+        @tf.custom_gradient
+        def exchange(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            def grad(upstream: tf.Tensor) -> tf.Tensor:
+                return self.exchanged(upstream, f"d{way}")
+
+            bits, back = _portable(rows)
+            name = f"{self._name}.{way}"
+            return back(self._transport.all_to_all(bits, name)), grad
+
+        found: tf.Tensor = exchange(rows)
+        return found
+
+    def summed(self, own: tf.Tensor, factor: Callable[[], Any]) -> tf.Tensor:
+        """Sum a number over the workers; the gradient is that of this one's alone.
+
+        Args:
+            own: shape [], a float type.
+            factor: returns what the gradient is to be multiplied by.
+        """
+
+        @tf.custom_gradient
+        def add(own: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            def grad(upstream: tf.Tensor) -> tf.Tensor:
+                return upstream * tf.cast(factor(), upstream.dtype)
+
+            (total,) = self._transport.all_reduce([own], f"{self._name}.sum")
+            return total, grad
+
+        found: tf.Tensor = add(own)
+        return found
+
+
+def product(
+    x: tf.Tensor, kernel: tf.Tensor, weights: Callable[[], tf.Tensor]
+) -> tf.Tensor:
+    """Multiply rows by a kernel of which no other worker has a gradient.
+
+    Args:
+        x: shape [N, M, I].
+        kernel: shape [I, W].
+        weights: returns, in the backward pass, what the gradients of each worker's rows
+            count for the kernel: shape [N], float32; 0 where they are not to be used.
+
+    Returns:
+        shape [N, M, W].
+    """
+
+    @tf.custom_gradient
+    def multiply(
+        x: tf.Tensor, kernel: tf.Tensor
+    ) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            counts = tf.cast(weights(), upstream.dtype)[:, tf.newaxis, tf.newaxis]
+            # Not only a product: what is computed without rows may be no number.
+            rows = tf.where(counts == 0, tf.zeros_like(upstream), upstream * counts)
+            used = tf.where(counts == 0, tf.zeros_like(x), x)
+            dkernel = tf.matmul(_flat(used), _flat(rows), transpose_a=True)
+            dx = tf.matmul(_flat(upstream), kernel, transpose_b=True)
+            return tf.reshape(dx, tf.shape(x)), dkernel
+
+        flat = tf.matmul(_flat(x), kernel)
+        form = tf.concat([tf.shape(x)[:2], tf.shape(kernel)[1:]], 0)
+        return tf.reshape(flat, form), grad
+
+    found: tf.Tensor = multiply(x, kernel)
+    return tf.ensure_shape(found, [x.shape[0], None, kernel.shape[1]])
+
+
+def _flat(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tensor, [-1, tensor.shape[-1]])
+
+
+def _portable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Return a tensor in a type that all transports carry, and the way back."""
+    if tensor.dtype != tf.bfloat16:
+        return tensor, tf.identity
+    return tf.bitcast(tensor, tf.float16), lambda bits: tf.bitcast(bits, tf.bfloat16)
