@@ -15,7 +15,7 @@ from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
 from tf_dgc.columns import Columns
-from tf_dgc.layers import SplitDense, draws, trials
+from tf_dgc.layers import SplitDense, draws, logits, trials
 from tf_dgc.transports.local import LocalTransport
 
 X = np.random.default_rng(0).normal(size=(30, 6)).astype("float32")
@@ -206,6 +206,112 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose(rows, expected[0], 1e-5, 1e-5)
         parts = [np.asarray(each[1]) for each in found]
         self.assertAllClose(Columns(0, 2, 7).join(parts), expected[1], 1e-5, 1e-4)
+
+
+@pytest.mark.long
+class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
+    def fitted(
+        self, split: bool, loss: Any, head: dict[str, Any], form: tuple[int, ...]
+    ) -> Any:
+        random = np.random.default_rng(3)
+        x = random.normal(size=(29, *form, 6)).astype("float32")
+        y = random.integers(0, 13, (29, *form))
+        weights = random.uniform(size=(29, *form)).astype("float32")
+        model = keras.Sequential([keras.Input((*form, 6)), dense(8, 1, "first")])
+        model.add(dense(13, 2, "last", kernel_regularizer="l2", **head))
+        model = tf_dgc.split_dense(model, 1) if split else model
+        fit = {"batch_size": 10, "shuffle": False, "verbose": 0}
+        model.compile(keras.optimizers.Adam(0.02), loss, run_eagerly=True)
+        losses = model.fit(x, y, sample_weight=weights, **fit)
+        evaluated = model.evaluate(x, y, batch_size=10, verbose=0)
+        predicted = model.predict(x, batch_size=10, verbose=0)
+        whole = tf_dgc.joined(model) if split else model
+        return losses.history["loss"], evaluated, predicted, whole.get_weights()
+
+    @parameterized.parameters(
+        (2, FROM_LOGITS, {}, ()),
+        (3, FROM_LOGITS, {"use_bias": False}, (3,)),
+        (3, "sparse_categorical_crossentropy", {"activation": "softmax"}, ()),
+        (2, FROM_LOGITS, {"activation": "tanh"}, ()),  # which comes home
+    )
+    def test_it_is_that_of_one_worker(self, workers: int, *case: Any) -> None:
+        expected = self.fitted(False, *case)
+        for found in on_workers(workers, lambda _: self.fitted(True, *case)):
+            for one, other in zip(found, expected, strict=True):
+                self.assertAllClose(one, other, 1e-5, 1e-5)
+
+    def test_logits_stay_where_they_are_but_for_metrics_that_read_them(self) -> None:
+        classes, rows = 1000, 10
+
+        def measure() -> Any:
+            return keras.metrics.SparseCategoricalCrossentropy("same", from_logits=True)
+
+        def work(*metrics: Any) -> Callable[[Loopback], Any]:
+            def run(transport: Loopback) -> Any:
+                strategy = tf_dgc.DenseStrategy(transport=transport)
+                with strategy.scope():
+                    model = keras.Sequential(
+                        [keras.Input((6,)), dense(classes, 1, "a")]
+                    )
+                    model = tf_dgc.split_dense(model, 1)
+                    model.compile(
+                        keras.optimizers.SGD(3.0),
+                        FROM_LOGITS,
+                        metrics=[metric() for metric in metrics],
+                        run_eagerly=True,
+                    )
+                first = len(transport.sent)
+                history = model.fit(X[:rows], Y[:rows], batch_size=rows, verbose=0)
+                names = {each.name for each in transport.sent[first:]}
+                return history.history, [n for n in names if n.endswith((".y", ".dy"))]
+
+            return run
+
+        (alone, nothing), _ = run_workers(2, work())
+        (measured, home), _ = run_workers(2, work(measure))
+        self.assertEqual(nothing, [])
+        self.assertLen(home, 1)  # and no gradient of theirs
+        self.assertEqual(alone["loss"], measured["loss"])
+        # Of the logits before the step.
+        self.assertAllClose(measured["same"], measured["loss"])
+
+    def test_other_losses_are_not_those_of_parts(self) -> None:
+        sparse = keras.losses.SparseCategoricalCrossentropy
+        for loss, expected in (
+            (sparse(from_logits=True), True),
+            (sparse(), False),
+            (keras.losses.sparse_categorical_crossentropy, False),
+            (sparse(from_logits=True, ignore_class=2), None),
+            (keras.losses.CategoricalCrossentropy(from_logits=True), None),
+            ("mse", None),
+            ([sparse(from_logits=True)], None),
+            (None, None),
+        ):
+            self.assertIs(logits._reads_logits(loss), expected, loss)
+
+    def test_outputs_may_be_computed_with(self) -> None:
+        class Doubled(keras.metrics.Mean):
+            def update_state(self, y_true: Any, y_pred: Any, **_: Any) -> None:
+                found = 2 * y_pred - y_pred * 1 + (-y_pred)[:, 0, None]
+                super().update_state(tf.reduce_max(abs(found)))
+
+        def work(strategy: Any) -> Any:
+            model = keras.Sequential([keras.Input((6,)), SplitDense(5)])
+            own = [Doubled(name="own")]
+            model.compile("sgd", FROM_LOGITS, metrics=own, run_eagerly=True)
+            return fit(model).history["own"]
+
+        self.assertGreater(on_workers(2, work)[0][0], 0.0)
+
+    def test_labels_that_are_no_classes_stop_all_workers(self) -> None:
+        def work(strategy: Any) -> None:
+            model = model_with(optimizer="sgd")
+            labels = np.where(np.arange(30) == 17, 5, Y)
+            model.fit(X, labels, batch_size=10, shuffle=False, verbose=0)
+
+        for error in told_on_two(work):
+            self.assertIsInstance(error, tf.errors.InvalidArgumentError)
+            self.assertRegex(str(error), r"must be in \[0, 5\)")
 
 
 @pytest.mark.long

@@ -95,6 +95,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "loss scale": keras/src/losses/loss.py: unscale_loss_for_distribution;
             "loss": reduce_weighted_values beside it, which alone knows by what a loss
             is divided;
+            "loss call": keras.losses.Loss.__call__(y_true, y_pred, sample_weight),
+            which is public;
             "average loss": tf.nn.compute_average_loss, which is public.
         hook: gets the function that was there before, and its arguments.
     """
@@ -123,6 +125,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "steps": (EpochIterator, "_enumerate_iterator"),
         "loss scale": (loss_module, "unscale_loss_for_distribution"),
         "loss": (loss_module, "reduce_weighted_values"),
+        "loss call": (keras.losses.Loss, "__call__"),
         "average loss": (tf.nn, "compute_average_loss"),
     }[name]
     if inspect.isclass(owner):

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tf_dgc import columns
 from tf_dgc.columns import Columns
 from tf_dgc.config import AveragingConfig
-from tf_dgc.layers import draws, trials
+from tf_dgc.layers import draws, logits, trials
 from tf_dgc.layers.movement import Movement, product
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.transports import Transport, handshake
@@ -79,6 +79,7 @@ class SplitDense(keras.layers.Dense):
             handshake.agree(over, f"split layer {self.name!r}", form)
         number = next(_numbers.setdefault(over, itertools.count()))
         self._strategy, self._columns = strategy, own
+        logits.install()
         self._movement = Movement(over, f"split{number}")
 
         def draw(shape: Any, dtype: Any = None) -> tf.Tensor:
@@ -129,23 +130,42 @@ class SplitDense(keras.layers.Dense):
                 f"Received: inputs of type {type(inputs).__name__}"
             )
         x = tf.cast(inputs, self.compute_dtype)
-        flat = tf.reshape(x, [-1, x.shape[-1]])
-        y = tf.reshape(
-            self._units_of(flat), tf.concat([tf.shape(x)[:-1], [self.units]], 0)
-        )
-        y = tf.ensure_shape(y, [*x.shape[:-1], self.units])
-        if self.bias is not None:
-            y = keras.ops.add(y, self.bias)
-        return y if self.activation is None else self.activation(y)
+        parts, rows = self._parts_of(tf.reshape(x, [-1, x.shape[-1]]))
+        form, units = tf.shape(x)[:-1], self.units
+        # Metrics read the outputs when the step has changed the bias.
+        bias = None if self.bias is None else tf.identity(self.bias.value)
 
-    def _units_of(self, x: tf.Tensor) -> tf.Tensor:
-        """Return what all workers have computed of rows, [m, I]: shape [m, U]."""
+        def home(parts: tf.Tensor = parts) -> tf.Tensor:
+            y = tf.reshape(self._brought(parts, rows), tf.concat([form, [units]], 0))
+            y = tf.ensure_shape(y, [*x.shape[:-1], units])
+            y = y if bias is None else keras.ops.add(y, bias)
+            return y if self.activation is None else self.activation(y)
+
+        if not logits.is_last(self, self._share.model):
+            return home()
+        place = self._place(rows, form)
+        if bias is not None:
+            shared = place.moves.shared(tf.cast(bias, parts.dtype), place.own.width)
+            parts += shared[:, tf.newaxis]
+        return logits.Logits(parts, place, x.shape[:-1].concatenate(units), home)
+
+    def _place(self, rows: tf.Tensor, form: tf.Tensor) -> logits.Where:
+        """Return what parts are of, for a loss that does not need them at home."""
+        own: Any = self._columns
+        softmax = self.activation is keras.activations.softmax
+        return logits.Where(self._movement, own, rows, form, softmax)
+
+    def _parts_of(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return own units of the rows of all, [N, M, W], of [m, I]; and m."""
         moves, share = self._movement, self._share
         rows = tf.shape(x, tf.int64)[0]
         x = tf.pad(x, [[0, moves.most(rows) - rows], [0, 0]])
         kernel = tf.cast(self._kernel.value, x.dtype)
-        parts = product(moves.gathered(x), kernel, share.factors)
-        home = tf.transpose(moves.exchanged(parts, "y"), [1, 0, 2])
+        return product(moves.gathered(x), kernel, share.factors), rows
+
+    def _brought(self, parts: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Return what all workers have computed of this one's rows, [m, U]."""
+        home = tf.transpose(self._movement.exchanged(parts, "y"), [1, 0, 2])
         wide = home.shape[1] * home.shape[2]
         return tf.reshape(home, [-1, wide])[:rows, : self.units]
 

@@ -63,6 +63,35 @@ class Movement:
         found: tf.Tensor = exchange(rows)
         return found
 
+    def told(self, own: tf.Tensor, what: str) -> tf.Tensor:
+        """Return what each worker tells, [N, *S], of this one's [*S]; no gradient."""
+        return self._transport.all_gather(own, f"{self._name}.{what}")
+
+    def shared(self, bias: tf.Tensor, width: int) -> tf.Tensor:
+        """Return the own elements of a bias that all workers have, for the rows of all.
+
+        Args:
+            bias: shape [U].
+            width: W.
+
+        Returns:
+            shape [N, W]; its gradient brings home what this worker's rows give.
+        """
+        workers, rank = self._transport.size, self._transport.rank
+        units = bias.shape[0]
+
+        @tf.custom_gradient
+        def share(bias: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            def grad(upstream: tf.Tensor) -> tf.Tensor:
+                return tf.reshape(self.exchanged(upstream, "dbias"), [-1])[:units]
+
+            padded = tf.pad(bias, [[0, workers * width - units]])
+            own = padded[rank * width : (rank + 1) * width]
+            return tf.tile(own[tf.newaxis], [workers, 1]), grad
+
+        found: tf.Tensor = share(bias)
+        return found
+
     def summed(self, own: tf.Tensor, factor: Callable[[], Any]) -> tf.Tensor:
         """Sum a number over the workers; the gradient is that of this one's alone.
 

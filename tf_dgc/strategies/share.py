@@ -87,6 +87,11 @@ class Share:
             self._factors = {}
 
     @property
+    def model(self) -> keras.Model | None:
+        """The model of which a step runs, if one does."""
+        return self._model
+
+    @property
     def empty(self) -> tf.Tensor:
         """Whether this worker has no row in the step that runs: shape [], bool."""
         if not self._may_be_empty:
