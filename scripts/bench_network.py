@@ -16,6 +16,7 @@ are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
     alone      exchange only: what dgc computes, on all workers at once, with nothing
                exchanged
     averaging  fit only: parameters are averaged every 16 steps
+    split      fit only: each worker trains a part of each layer, and activations travel
 
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
 step, and the bytes at the workers' interfaces. Runs that are there are not repeated, so
@@ -50,7 +51,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 METHODS = {
     "exchange": ("dense", "dgc", "alone"),
-    "fit": ("dense", "dgc", "averaging"),
+    "fit": ("dense", "dgc", "averaging", "split"),
 }
 TRANSPORTS = ("collective", "horovod", "hybrid")
 ROWS = {
@@ -140,17 +141,37 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def alexnet(width: int = 4096) -> Any:
+def alexnet(width: int = 4096, split: bool = False) -> Any:
     """Returns the fully connected layers of AlexNet, compiled."""
     import keras
 
+    import tf_dgc
+
+    dense = tf_dgc.layers.SplitDense if split else keras.layers.Dense
     model = keras.Sequential([keras.Input((width * 9 // 4,))])
     for size in (width, width):
-        model.add(keras.layers.Dense(size, activation="relu"))
-    model.add(keras.layers.Dense(CLASSES, activation="softmax"))
+        model.add(dense(size, activation="relu"))
+    model.add(dense(CLASSES, activation="softmax"))
     sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
     model.compile(sgd, "sparse_categorical_crossentropy")
     return model
+
+
+def activations(workers: int, rows: int, width: int) -> float:
+    """Returns the bytes of activations that a worker of split layers sends in a step.
+
+    Of N workers with m rows each, a layer of I inputs and U units sends its inputs to
+    N - 1 workers and their gradient back, which the first one does not need, and (N -
+    1) / N of its units and of their gradient. The last one sends the labels, three
+    numbers of each row of all, a gradient of each own row, and the bias's gradient,
+    instead of units; and each layer the number of rows.
+    """
+    inputs = [width * 9 // 4, width, width]
+    gathered = rows * (sum(inputs) + sum(inputs[1:]))
+    moved = rows * 2 * sum(inputs[1:]) + CLASSES
+    loss = rows * (2 + 3 * workers + 1) + 2 * len(inputs)
+    others = workers - 1
+    return 4.0 * (others * (gathered + loss) + others / workers * moved)
 
 
 def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -165,6 +186,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     averaging = tf_dgc.AveragingConfig(period=PERIOD)
     strategy = {
         "dense": lambda: tf_dgc.DenseStrategy(transport=args.transport),
+        "split": lambda: tf_dgc.DenseStrategy(transport=args.transport),
         "dgc": lambda: tf_dgc.DGCStrategy(config, transport=args.transport),
         "averaging": lambda: tf_dgc.ParameterAveragingStrategy(
             averaging, transport=args.transport
@@ -172,7 +194,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }[method]()
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = alexnet(args.width)
+        model = alexnet(args.width, method == "split")
     rows = args.batch_size * strategy.num_replicas_in_sync
     images = tf.random.stateless_normal([rows, args.width * 9 // 4], [1, 2])
     labels = tf.random.stateless_uniform([rows], [1, 3], 0, CLASSES, tf.int32)
@@ -205,7 +227,11 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     result["stats_sent"] = int(sent)
     result["stats_dense"] = int(last.dense_bytes)
     result["uncompressed"] = 4 * sum(v.shape[0] for v in vectors)
-    result["elements"] = model.count_params()
+    sizes = [args.width * 9 // 4, args.width, args.width, CLASSES]
+    result["elements"] = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
+    if method == "split":
+        workers = strategy.num_replicas_in_sync
+        result["activations"] = activations(workers, args.batch_size, args.width)
     return {method: result}
 
 
@@ -396,7 +422,8 @@ def expected_bytes(result: dict[str, Any]) -> float:
     gathered = size - dense
     if result["method"] == "alone":
         return 0.0
-    return 2 * (workers - 1) / workers * dense + (workers - 1) * gathered
+    moved = result.get("activations", 0)
+    return 2 * (workers - 1) / workers * dense + (workers - 1) * gathered + moved
 
 
 def report(folder: pathlib.Path) -> None:

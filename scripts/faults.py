@@ -63,6 +63,7 @@ MOMENTS = {
     "warmup": ("dgc",),
     "sparse": ("dgc",),
     "round": ("averaging",),
+    "activations": ("split",),
     "evaluation": ("dense", "dgc", "averaging"),
     "checkpoint": ("dense", "dgc", "averaging"),
 }
@@ -133,7 +134,7 @@ class Outcome:
 
 def product() -> list[Case]:
     """Returns all cases."""
-    strategies = ("dense", "dgc", "averaging")
+    strategies = ("dense", "dgc", "averaging", "split")
     found = itertools.product(KINDS, WAYS, strategies, MOMENTS)
     return [case for each in found if (case := Case(*each)).makes_sense]
 

@@ -33,6 +33,7 @@ MOMENTS = {
     "start": 0,
     "warmup": 2,
     "sparse": 9,
+    "activations": 9,
     "round": 4 + PERIOD - 1,
     "evaluation": 5,
     "checkpoint": 1,
@@ -48,7 +49,7 @@ def own_rank() -> int:
 
 def strategy_of(name: str, transport: str) -> Any:
     """Return the strategy to train with."""
-    if name == "dense":
+    if name in ("dense", "split"):
         return tf_dgc.DenseStrategy(transport=transport)
     config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=WARMUP)
     if name == "dgc":
@@ -110,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
     parser.add_argument("--moment", choices=MOMENTS, required=True)
-    parser.add_argument("--strategy", choices=("dense", "dgc", "averaging"))
+    parser.add_argument("--strategy", choices=("dense", "dgc", "averaging", "split"))
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--folder", required=True)
     parser.add_argument("--rank", type=int, default=1, help="whom it happens to")
@@ -124,13 +125,15 @@ def main() -> None:
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = features.mlp()
+        if args.strategy == "split":
+            model = tf_dgc.split_dense(model, 1)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     # What each rank has written of a backup does not count before all have.
     state_files.prepare = fault.before(state_files.prepare, "checkpoint")
 
     class Watch(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            fault.at("warmup", "sparse", "round")
+            fault.at("warmup", "sparse", "round", "activations")
 
         def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
             fault.at("evaluation")

@@ -23,6 +23,7 @@ from tf_dgc.exchanges.compressed import message_format
 from tf_dgc.lab import advise, measure, rates
 from tf_dgc.lab.advise import Network, Prediction, Traffic
 from tf_dgc.lab.measure import Measured
+from tf_dgc.lab.splitting import Split, split_of
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 
 SHAPES = [(100, 64), (64,), (64, 50), (3, 5)]
@@ -126,6 +127,39 @@ class FormulaTest(tf.test.TestCase):
         for name, prediction in found.items():
             seconds = computed[name] + 8e-6 * sent[name] + 0.01 * hops[name]
             self.assertAllClose([*prediction], [seconds, sent[name]], msg=name)
+
+    def test_split_layers(self) -> None:
+        inner = keras.Sequential(
+            [keras.Input((3, 2**11)), keras.layers.Dense(2**9, name="large")]
+        )
+        layers = [inner, keras.layers.Dense(2**9), keras.layers.Flatten()]
+        model = keras.Sequential([keras.Input((3, 2**11)), *layers])
+        found = split_of(model, rows=4)
+        m, inputs, units = 4 * 3, 2**11, 2**9
+        expected = Split(4 * inputs * units, 8 * m * inputs, 8 * m * units, 5)
+        self.assertEqual(found, expected)
+        self.assertEqual(split_of(small(), 4), Split())
+
+        config = DGCConfig(min_elements=1)
+        tensors = measure.tensors_of(model.trainable_variables, config)
+        args = MEASURED, tensors._replace(split=found), config, 16, 4, Network(1e9)
+        split = advise.predict(*args)["split"]
+        rest = tensors.gradient_bytes - 4 * inputs * units
+        sent = 1.5 * rest + 3 * 8 * m * inputs + 0.75 * 8 * m * units
+        self.assertAlmostEqual(split.wire_bytes, sent)
+        self.assertAlmostEqual(split.seconds, 1.0 + 8 * sent / 1e9)
+        args = MEASURED, tensors, config, 16, 4, Network(1e9)
+        self.assertNotIn("split", advise.predict(*args))
+
+    def test_a_table_has_split_layers_where_there_are_any(self) -> None:
+        found = {name: Prediction(2.0, 10) for name in (*advise.STRATEGIES, "split")}
+        found["split"] = Prediction(1.0, 5)
+        tensors = measure.tensors_of(variables(), DGCConfig())
+        note = advise.choose(found, tensors, DGCConfig(), 4)
+        self.assertEqual(note[0], "split")
+        head, line = advise.table({4: found}, {4: note}).splitlines()
+        self.assertRegex(head, r"averaging s +bytes +split s +bytes +fastest")
+        self.assertRegex(line, r" 10 +1 +5  split")
 
     def test_messages_that_would_cost_more_than_dense(self) -> None:
         config = DGCConfig(sparsity=0.75, min_elements=100)

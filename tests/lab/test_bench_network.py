@@ -34,10 +34,17 @@ class SumsTest(unittest.TestCase):
             ("dgc", {"stats_sent": 10}, 30),  # 3 * 10
             ("dgc", {"stats_sent": 10, "uncompressed": 4}, 24),  # 6 + 3 * 6
             ("alone", {}, 0),
+            ("split", {"stats_sent": 40, "activations": 7}, 67),
         ):
             with self.subTest(method, **changed):
                 found = bench_network.expected_bytes(result(method, **changed))
                 self.assertEqual(found, expected)
+
+    def test_split_layers_send_activations_once_and_their_gradients(self) -> None:
+        # Of 9-4-4-1000: inputs 17 and 8 of their gradients; units 8, there and back,
+        # and the last bias; labels 2, softmax 6, its gradient 1; numbers of rows 6.
+        expected = 4 * (17 + 8 + (8 + 8 + 1000) / 2 + 2 + 6 + 1 + 6)
+        self.assertEqual(bench_network.activations(2, 1, 4), expected)
 
     def test_join_takes_the_mean_of_bytes_and_the_slowest_of_an_exchange(self) -> None:
         none = {"sent_again": [0, 0]}

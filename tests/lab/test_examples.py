@@ -122,6 +122,14 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
+    def test_split_layers(self) -> None:
+        small = "--width", "256", "--steps", "2", "--batch-size", "4"
+        lines = run_example("split_layers", *small)
+        self.assertGreater(number_behind("gradients sent", lines), 0)
+        lines = run_example("split_layers", "--features", "16", "--classes", "41")
+        self.assertIn(f"parameters here    {16 * 21 + 41}", lines)
+        self.assertLess(number_behind("loss", lines), 5)
+
     def test_cifar10(self) -> None:
         random = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:

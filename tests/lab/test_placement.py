@@ -17,7 +17,7 @@ from tf_dgc.lab.kernels import Place, audit
 
 # Between them all that is traced differently; the others are nightly.
 FAST = "dgc"
-LONG = ("dense_embedding", "averaging_compressed", "horovod_nodes")
+LONG = ("dense_embedding", "dense_split", "averaging_compressed", "horovod_nodes")
 
 
 def audited(

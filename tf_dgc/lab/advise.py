@@ -16,6 +16,8 @@ bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
                  + all-gather of the messages + all-reduce of the small tensors
     averaging    step + (a round + all-reduce of parameters and moving statistics
                  + all-gather of headers) / period
+    split        step + all-gather of the inputs of large dense layers, and back
+                 + all-to-all of their units, and back + all-reduce of the rest
 
 Nothing of an exchange runs beside the backward pass in this package, so times add up.
 B is best measured while all workers send: then it holds what headers and processors
@@ -63,11 +65,13 @@ class Traffic(NamedTuple):
     gathered: float  # M, bytes of all-gathers
     reductions: float  # number of them
     gatherings: float
+    exchanged: float = 0  # bytes that are shared out to all workers
 
     def wire_bytes(self, workers: int) -> float:
         """Return the bytes that each of N workers sends, and receives; no headers."""
         ring = 2 * (workers - 1) / workers * self.reduced
-        return ring + (workers - 1) * self.gathered
+        shared = (workers - 1) / workers * self.exchanged
+        return ring + (workers - 1) * self.gathered + shared
 
     def seconds(self, workers: int, network: Network) -> float:
         """Return the seconds that N workers' wires are busy or waited for."""
@@ -97,11 +101,17 @@ def exchanges(
     arena = 0 if form.slots else 4 * tensors.layout.size
     rest = tensors.rest_bytes + 4 * workers  # and a flag of each worker
     averaged = tensors.gradient_bytes + tensors.statistic_bytes
-    return {
+    found = {
         "dense": Traffic(tensors.gradient_bytes, 0, 1, 0),
         "DGC": Traffic(rest + arena, form.bytes, 2 if arena else 1, 1),
         "averaging": Traffic(*[x / period for x in (averaged, HEADER_BYTES, 1, 1)]),
     }
+    if (split := tensors.split).exchanges:
+        rest = tensors.gradient_bytes - split.weight_bytes
+        found["split"] = Traffic(
+            rest, split.input_bytes, 1, split.exchanges, split.unit_bytes
+        )
+    return found
 
 
 def predict(
@@ -128,6 +138,8 @@ def predict(
         "dense": measured.dense,
         "DGC": base + (workers - 1) * measured.message if sends else base,
         "averaging": measured.dense + measured.round / period,
+        # Of N times the rows an N-th of the units is computed.
+        "split": measured.dense,
     }
     found = {}
     for name, exchange in exchanges(tensors, config, period, workers).items():
@@ -155,7 +167,7 @@ def choose(
     """
     if workers == 1:
         return "dense", "one worker has nobody to send to"
-    best = min(STRATEGIES, key=lambda name: predictions[name].seconds)
+    best = min(predictions, key=lambda name: predictions[name].seconds)
     if not tensors.layout.size:
         return best, "DGC: no tensor is large enough to compress"
     if not sends_messages(tensors, config, workers):
@@ -190,12 +202,13 @@ def table(
     predictions: dict[int, dict[str, Prediction]], notes: dict[int, tuple[str, str]]
 ) -> str:
     """Return lines of text, one for each number of workers."""
-    heads = [f"{f'{name} s':>11} {'bytes':>15}" for name in STRATEGIES]
+    names = list(next(iter(predictions.values()), STRATEGIES))
+    heads = [f"{f'{name} s':>11} {'bytes':>15}" for name in names]
     lines = [" ".join(["workers", *heads, " fastest"])]
     for workers, found in predictions.items():
         cells = [
             f"{found[name].seconds:11.4g} {found[name].wire_bytes:15,.0f}"
-            for name in STRATEGIES
+            for name in names
         ]
         best, reason = notes[workers]
         cells += [f" {best:10} {reason}".rstrip()]

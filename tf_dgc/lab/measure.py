@@ -19,6 +19,7 @@ from tf_dgc.compression import arena, dgc, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import inplace
+from tf_dgc.lab.splitting import Split, split_of
 from tf_dgc.strategies import (
     BaseStrategy,
     DenseStrategy,
@@ -44,6 +45,7 @@ class Tensors(NamedTuple):
     gradient_bytes: int  # all gradients
     rest_bytes: int  # those that DGC leaves dense
     statistic_bytes: int  # averaged beside the parameters
+    split: Split = Split()  # of dense layers
 
 
 class Measured(NamedTuple):
@@ -74,8 +76,7 @@ def tensors_of(
         else:
             rest.append(variable)
     layout = arena.build([(v.name, tuple(v.shape)) for v in compressed])
-    sizes = [_bytes(each) for each in (variables, rest, statistics)]
-    return Tensors(layout, *sizes)
+    return Tensors(layout, _bytes(variables), _bytes(rest), _bytes(statistics))
 
 
 def _bytes(variables: Sequence[Any]) -> int:
@@ -275,6 +276,7 @@ def measure(
     moving = [v for v in weights if v.dtype.is_floating and not v.trainable]
     moving += _host.keras.averages_of(model.optimizer)
     tensors = tensors_of(model.trainable_variables, config, moving)
+    tensors = tensors._replace(split=split_of(model, rows))
     message = measure_message(tensors.layout, config, steps, meet)
     held = max(0.0, with_round - step)
     return Measured(step, compressed, uncompressed, message, held), tensors

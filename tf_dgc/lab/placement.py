@@ -23,6 +23,7 @@ from tf_dgc.exchanges import inplace
 from tf_dgc.horovod.optimizer import DistributedOptimizer
 from tf_dgc.horovod.tape import DistributedGradientTape
 from tf_dgc.lab.kernels import Audit, Place, audit
+from tf_dgc.layers import split_dense
 from tf_dgc.strategies import (
     BaseStrategy,
     DenseStrategy,
@@ -81,6 +82,18 @@ class Wire(base.Transport):
         result.set_shape([self.size, *tensor.shape])
         return result
 
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Send each worker a row of a tensor."""
+        if tf.executing_eagerly():
+            return tf.identity(tensor)
+        with tf.device(self.device):
+            bits, restore = base.unmoved(tensor)
+            rows = tf.reshape(bits, [self.size, -1])
+            received = tf.raw_ops.CollectiveAllToAllV2(input=rows, **self._keys())
+            result = restore(tf.reshape(received, tf.shape(tensor)))
+        result.set_shape(tensor.shape)
+        return result
+
     def _reduce(self, vector: tf.Tensor) -> tf.Tensor:
         if tf.executing_eagerly():
             return tf.cast(self.size, vector.dtype) * vector
@@ -114,6 +127,7 @@ class Step(NamedTuple):
     make: Callable[[Wire, Callable[[], keras.Model]], Run]
     optimizer: Callable[[], keras.optimizers.Optimizer]
     embedding: bool = False  # whether gradients are those of rows
+    split: bool = False  # whether dense layers are
 
 
 def _by(strategy_on: Callable[[Wire], BaseStrategy]) -> Callable[..., Run]:
@@ -164,6 +178,7 @@ _dense = _by(lambda wire: DenseStrategy(transport=wire))
 STEPS: Mapping[str, Step] = {
     "dense": Step(_dense, _adam),
     "dense_embedding": Step(_dense, _sgd, True),
+    "dense_split": Step(_dense, _adam, split=True),
     "dgc": Step(_dgc(clip_norm=1.0), _sgd),
     "dgc_nesterov": Step(
         _dgc(momentum_masking=False), functools.partial(_sgd, nesterov=True)
@@ -199,6 +214,8 @@ def trace(step: Step) -> Any:
             layers = [keras.Input((8,)), keras.layers.Embedding(_WORDS, 32)]
             layers.append(keras.layers.Flatten())
         model = keras.Sequential([*layers, keras.layers.Dense(10)])
+        if step.split:
+            model = split_dense(model, 1)
         model.compile(step.optimizer(), "mse", jit_compile=False)
         model.optimizer.build(model.trainable_variables)
         return model
