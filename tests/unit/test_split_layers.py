@@ -14,6 +14,7 @@ from absl.testing import parameterized
 from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
+from tf_dgc import columns
 from tf_dgc.columns import Columns
 from tf_dgc.layers import SplitDense, draws, logits, trials
 from tf_dgc.transports.local import LocalTransport
@@ -185,6 +186,15 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
             layer(X), keras.layers.Dense(4, kernel_initializer="ones")(X)
         )
         self.assertFalse(layer.is_split)
+
+    def test_where_one_worker_takes_local_steps_it_is_a_dense_layer(self) -> None:
+        def work(strategy: Any) -> Any:
+            layer = SplitDense(4)
+            layer.build((None, 6))
+            return layer.kernel.value.shape, columns.of(layer.kernel.value)
+
+        make = tf_dgc.ParameterAveragingStrategy
+        self.assertEqual(on_workers(1, work, make), [((6, 4), None)])
 
     def test_its_gradient_is_that_of_dense(self) -> None:
         kernel = np.random.default_rng(2).normal(size=(6, 7)).astype("float32")
@@ -599,6 +609,17 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
             change(model.get_layer("last"))
             with self.assertRaisesRegex(ValueError, "'last' cannot be split"):
                 tf_dgc.split_dense(model, 1)
+
+    def test_workers_of_parameter_servers_are_told(self) -> None:
+        strategy = tf_dgc.DenseStrategy(transport="local")
+        # As of DownpourStrategy, whose workers do not meet: each has no other.
+        config = mock.PropertyMock(return_value=tf_dgc.DownpourConfig())
+        with (
+            strategy.scope(),
+            mock.patch.object(tf_dgc.DenseStrategy, "config", config, create=True),
+            self.assertRaisesRegex(ValueError, "workers that meet in each step"),
+        ):
+            SplitDense(4)(X)
 
     def test_a_job_of_horovod_without_a_strategy_is_told(self) -> None:
         hvd = mock.Mock(is_initialized=lambda: True, size=lambda: 2)

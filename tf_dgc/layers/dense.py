@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tf_dgc import columns
 from tf_dgc.columns import Columns
-from tf_dgc.config import AveragingConfig
+from tf_dgc.config import AveragingConfig, DownpourConfig
 from tf_dgc.layers import draws, logits, trials
 from tf_dgc.layers.movement import Movement, product
 from tf_dgc.strategies.base import BaseStrategy
@@ -65,6 +65,8 @@ class SplitDense(keras.layers.Dense):
                 it.
         """
         strategy = tf.distribute.get_strategy()
+        if isinstance(getattr(strategy, "config", None), DownpourConfig):
+            self._refuse(strategy)  # which has a transport of one worker
         if not _splits(strategy):
             _refuse_horovod(self.name)
             super().build(input_shape)
@@ -189,7 +191,7 @@ class SplitDense(keras.layers.Dense):
                 "`keras.layers.Dense` there"
             )
 
-        if isinstance(strategy.config, AveragingConfig) or not strategy.lockstep:
+        if isinstance(strategy.config, AveragingConfig | DownpourConfig):
             refuse(
                 "needs workers that meet in each step: DenseStrategy or DGCStrategy.",
                 type(strategy).__name__,
@@ -280,10 +282,11 @@ class SplitDense(keras.layers.Dense):
 
 def _splits(strategy: Any) -> bool:
     """Tell whether a strategy is one of workers, each of which computes its rows."""
-    return (
-        isinstance(strategy, BaseStrategy)
-        and strategy.mesh.replicas == strategy.transport.size
-    )
+    if not isinstance(strategy, BaseStrategy):
+        return False
+    size = strategy.transport.size
+    alone = size == 1 and isinstance(strategy.config, AveragingConfig)
+    return strategy.mesh.replicas == size and not alone
 
 
 def _refuse_horovod(name: str) -> None:
