@@ -18,7 +18,6 @@ PLACES = [
 ]
 # Each optimizer, transport and number of workers meets some of the others.
 FEW = [
-    ("dense", "collective", 2, "global_clipnorm"),
     ("dense", "collective", 3, "adamw"),
     ("dense", "horovod", 2, "sgd"),
     ("dgc_dense", "hybrid", 2, "adam"),

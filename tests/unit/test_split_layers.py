@@ -1,5 +1,7 @@
 """Split layers: first values, models, state. Workers are threads, without a graph."""
 
+import contextlib
+import itertools
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -231,7 +233,9 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
         model.add(dense(13, 2, "last", kernel_regularizer="l2", **head))
         model = tf_dgc.split_dense(model, 1) if split else model
         fit = {"batch_size": 10, "shuffle": False, "verbose": 0}
-        model.compile(keras.optimizers.Adam(0.02), loss, run_eagerly=True)
+        # The norm is that of all parts together.
+        sgd = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.1)
+        model.compile(sgd, loss, run_eagerly=True)
         losses = model.fit(x, y, sample_weight=weights, **fit)
         evaluated = model.evaluate(x, y, batch_size=10, verbose=0)
         predicted = model.predict(x, batch_size=10, verbose=0)
@@ -327,14 +331,30 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
 @pytest.mark.long
 class StateTest(parameterized.TestCase, tf.test.TestCase):
     def trained(
-        self, workers: int, epochs: int, folder: str | None = None, make: Any = None
+        self,
+        workers: int,
+        epochs: int,
+        folder: str | None = None,
+        make: Any = None,
+        last: int | None = None,
+        **backup: Any,
     ) -> Any:
-        """Train up to an epoch, from what is in a folder on."""
+        """Train up to an epoch, or to a step, from what is in a folder on."""
 
         def work(strategy: Any) -> Any:
             model = compiled(tf_dgc.split_dense(network(), 1))
-            backup = tf_dgc.callbacks.BackupState(folder, False) if folder else None
-            fit(model, epochs=epochs, callbacks=[backup] if backup else [])
+            steps = itertools.count()
+
+            class Ends(keras.callbacks.Callback):
+                def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                    if next(steps) == last:
+                        raise ArithmeticError
+
+            kept = tf_dgc.callbacks.BackupState
+            callbacks = [kept(folder, False, **backup)] if folder else []
+            with contextlib.suppress(ArithmeticError):
+                fit(model, epochs=epochs, callbacks=[*callbacks, Ends()])
+            self.taken = next(steps)  # of three an epoch
             whole = tf_dgc.joined(model)
             return [v.numpy() for v in [*whole.variables, *whole.optimizer.variables]]
 
@@ -350,7 +370,16 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for epochs, workers in enumerate((4, 2, 1, 3), 1):
                 found = self.trained(workers, epochs, folder)
+                self.assertEqual(self.taken, 3)
         self.assert_alike(found, expected, 1e-5)
+
+    def test_a_backup_within_an_epoch_goes_on_bit_for_bit(self) -> None:
+        expected = self.trained(2, 2)
+        with tempfile.TemporaryDirectory() as folder:
+            self.trained(2, 2, folder, last=5, save_freq=2)
+            found = self.trained(2, 2, folder, save_freq=2)
+        self.assertEqual(self.taken, 1)
+        self.assert_alike(found, expected[0], 0.0)
 
     @parameterized.parameters(tf_dgc.DenseStrategy, tf_dgc.DGCStrategy)
     def test_a_backup_of_as_many_workers_goes_on_bit_for_bit(self, make: Any) -> None:
@@ -358,6 +387,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             self.trained(3, 1, folder, make=make)
             found = self.trained(3, 2, folder, make=make)
+        self.assertEqual(self.taken, 3)
         self.assert_alike(found, expected[0], 0.0)
 
 
