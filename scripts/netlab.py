@@ -173,7 +173,8 @@ class Laboratory:
         self.close()
 
     def _build(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix=f"{self._prefix}-ssh-")
+        with _uncut():
+            self._folder = tempfile.TemporaryDirectory(prefix=f"{self._prefix}-ssh-")
         ssh = pathlib.Path(self._folder.name) / "ssh"
         ssh.write_text(_SSH.format(prefix=self._prefix, named=_NAMED))
         ssh.chmod(0o755)
@@ -399,13 +400,24 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _uncut() -> Iterator[None]:
+    """Lets signals wait: what one cuts off while it is started or made is left over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _tool(*command: str) -> str:
     """Returns what `ip` or `tc` prints.
 
     Raises:
         LabError: it fails.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with _uncut():
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LabError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
