@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+import tf_dgc
 from tf_dgc.transports.base import Transport
 
 TIMEOUT_SECONDS = 60.0
@@ -197,3 +198,16 @@ def run_workers(size: int, work: Callable[[Loopback], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return found
+
+
+def in_scopes(
+    size: int, work: Callable[[Any], Any], make: Any = tf_dgc.DenseStrategy
+) -> list[Any]:
+    """Run `work` on N threads, each in the scope of a strategy that it is given."""
+
+    def run(transport: Loopback) -> Any:
+        strategy = make(transport=transport)
+        with strategy.scope():
+            return work(strategy)
+
+    return run_workers(size, run)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, columns
+from tf_dgc import _host, bands
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.downpour import ServerStats
@@ -232,7 +232,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             if position.step:
                 self._read_all(rest)
                 return
-            with columns.kept_elsewhere():
+            with bands.kept_elsewhere():
                 self.model.load_weights(weights)
             own = backups.seeds(self.model)  # all together: it may make variables
             if strategy.rank < saved:  # a worker that is new draws numbers of its own
@@ -346,7 +346,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             folder.mkdir(parents=True, exist_ok=True)
             # Of a run that was killed; without a manifest the backup is not whole.
             (folder / state_files.MANIFEST).unlink(missing_ok=True)
-            with columns.kept_elsewhere():
+            with bands.kept_elsewhere():
                 self.model.save_weights(weights, overwrite=True)
             values = {name: v.numpy() for name, v in backups.seeds(self.model).items()}
             values |= remembered.arrays_of(self.others, self.model)

@@ -159,7 +159,7 @@ def refuse_parts(
 
     Args:
         optimizer: of the user.
-        parts: variables of which this worker has some columns.
+        parts: variables that are parts, of which no other worker has the same.
         config: of the exchange.
 
     Raises:
@@ -168,7 +168,7 @@ def refuse_parts(
     """
     if not parts:
         return
-    rule = "The columns of split layers are trained where they are: "
+    rule = "The parts of split layers are trained where they are: "
     if not is_elementwise(optimizer):
         raise ValueError(
             f"{rule}the optimizer must work element by element. Received: "

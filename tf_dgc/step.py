@@ -114,7 +114,8 @@ def clipped(
         gradients: of all workers.
         own: what the last of them are; it is the norm of the whole that counts.
     """
-    if own is None or getattr(optimizer, "clipvalue", None) is not None:
+    by_norm = any(getattr(optimizer, n, None) for n in ("clipnorm", "global_clipnorm"))
+    if own is None or not by_norm:
         return _host.hooks.clipped(optimizer, gradients)
     first = len(gradients) - len(own.gradients)
     parts = gradients[first:]

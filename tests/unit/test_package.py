@@ -30,7 +30,7 @@ ROOMS = (
     "config",
     "_host",
     "values",
-    "columns",
+    "bands",
     "compression",
     "averaging",
     "transports",
@@ -50,7 +50,7 @@ ROOMS = (
     "run",
     "",  # the package itself
 )
-PURE = ("config", "values", "columns", "compression", "averaging")
+PURE = ("config", "values", "bands", "compression", "averaging")
 
 
 def room_of(module: str) -> str:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
-from loopback import Loopback, outcomes, run_workers
+from loopback import Loopback, in_scopes, outcomes, run_workers
 
 import tf_dgc
-from tf_dgc import columns
-from tf_dgc.columns import Columns
+from tf_dgc import bands
+from tf_dgc.bands import Band
 from tf_dgc.layers import SplitDense, draws, logits, trials
 from tf_dgc.transports.local import LocalTransport
 
@@ -52,17 +52,6 @@ def fit(model: keras.Model, **arguments: Any) -> Any:
     return model.fit(X, Y, batch_size=10, shuffle=False, verbose=0, **arguments)
 
 
-def on_workers(
-    size: int, work: Callable[[Any], Any], make: Any = tf_dgc.DenseStrategy
-) -> list[Any]:
-    def run(transport: Loopback) -> Any:
-        strategy = make(transport=transport)
-        with strategy.scope():
-            return work(strategy)
-
-    return run_workers(size, run)
-
-
 class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         initializer=[
@@ -77,30 +66,34 @@ class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
             keras.initializers.Ones,
         ],
         form=[(7, 5, 2), (33, 10, 3), (8, 3, 4)],
+        axis=[bands.ROWS, bands.COLUMNS],
     )
-    def test_they_are_columns_of_what_one_worker_draws(
-        self, initializer: Any, form: tuple[int, int, int]
+    def test_they_are_parts_of_what_one_worker_draws(
+        self, initializer: Any, form: tuple[int, int, int], axis: int
     ) -> None:
         rows, units, workers = form
-        own = [] if initializer is keras.initializers.Ones else [("seed", 4)]
-        initializer = initializer(**dict(own))
+        own = Band(0, workers, form[axis], axis)
+        seeded = initializer is not keras.initializers.Ones
+        initializer = initializer(seed=4) if seeded else initializer()
         # Blocks of a few rows.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(draws, "_BLOCK", 8 * units)
             parts = [
-                draws.own_columns(
+                draws.own_part(
                     initializer,
-                    rows,
-                    Columns(rank, workers, units),
+                    (rows, units),
+                    own._replace(rank=rank),
                     "float32",
                     LocalTransport(),
                 )
                 for rank in range(workers)
             ]
         whole = np.asarray(initializer((rows, units), dtype="float32"))
-        self.assertAllEqual(Columns(0, workers, units).join(parts), whole)
+        self.assertAllEqual(own.join(parts), whole)
+        self.assertAllEqual(own._replace(rank=1).cut(whole), parts[1])
         # What there are no units for is zero.
-        end = np.concatenate(parts, axis=1)[:, units:]
+        end = np.concatenate(parts, axis)
+        end = end[rows:] if axis == bands.ROWS else end[:, units:]
         self.assertAllEqual(end, np.zeros_like(end))
 
     def test_no_worker_draws_a_large_matrix_at_once(self) -> None:
@@ -115,22 +108,24 @@ class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(draws, "_BLOCK", 2**12)
             part = draws._in_blocks(
-                stream._replace(draw=drawn), 1, 2**12, Columns(1, 4, 2**8)
+                stream._replace(draw=drawn), 1, (2**12, 2**8), Band(1, 4, 2**8)
             )
         self.assertEqual(part.shape, (2**12, 2**6))
         self.assertLessEqual(max(map(np.prod, seen)), 2**12)
 
 
 class TrialsTest(tf.test.TestCase):
-    def test_what_looks_at_single_columns_is_told_from_what_does_not(self) -> None:
+    def test_what_looks_at_single_bands_is_told_from_what_does_not(self) -> None:
         r, c = keras.regularizers, keras.constraints
-        for each in (r.L1(0.1), r.L2(0.1), r.L1L2(0.1, 0.2)):
-            self.assertTrue(trials.sums_over_columns(each))
-        self.assertFalse(trials.sums_over_columns(r.OrthogonalRegularizer()))
-        for each in (c.MaxNorm(1.0), c.NonNeg(), c.UnitNorm(axis=0)):
-            self.assertTrue(trials.keeps_to_columns(each))
-        for each in (c.MaxNorm(1.0, axis=1), c.UnitNorm(axis=[0, 1])):
-            self.assertFalse(trials.keeps_to_columns(each))
+        for axis in (bands.ROWS, bands.COLUMNS):
+            for each in (r.L1(0.1), r.L2(0.1), r.L1L2(0.1, 0.2)):
+                self.assertTrue(trials.sums_over(each, axis))
+            norms = c.MaxNorm(1.0, axis=1 - axis), c.UnitNorm(axis=1 - axis)
+            for each in (*norms, c.NonNeg()):
+                self.assertTrue(trials.keeps_to(each, axis))
+            for each in (c.MaxNorm(1.0, axis=axis), c.UnitNorm(axis=[0, 1])):
+                self.assertFalse(trials.keeps_to(each, axis))
+        self.assertFalse(trials.sums_over(r.OrthogonalRegularizer(), bands.COLUMNS))
 
 
 @pytest.mark.long
@@ -146,15 +141,18 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
             model.set_weights(expected)
             split = tf_dgc.split_dense(model, 40)
             kinds = [type(each).__name__ for each in split.layers]
-            widths = [split.get_layer(n).kernel.shape[1] for n in ("first", "last")]
-            return tf_dgc.joined(split).get_weights(), kinds, widths
+            first, last = (split.get_layer(name) for name in ("first", "last"))
+            ways = first.by, split.layers[3].layers[0].by
+            widths = first.kernel.shape[1], last.kernel.shape[1]
+            return tf_dgc.joined(split).get_weights(), kinds, widths, ways
 
-        for weights, kinds, widths in on_workers(workers, work):
+        for weights, kinds, widths, ways in in_scopes(workers, work):
             for one, other in zip(weights, expected, strict=True):
                 self.assertAllEqual(one, other)
             # The last one is smaller than asked for.
             self.assertEqual([kinds[1], kinds[-1]], ["SplitDense", "Dense"])
-            self.assertEqual(widths, [-(-9 // workers), 5])
+            self.assertEqual(widths, (-(-9 // workers), 5))
+            self.assertEqual(ways, ("columns", "columns" if workers == 1 else "rows"))
 
     def test_joined_loads_without_this_package_and_goes_on_alike(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +164,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
                 tf_dgc.joined(model).save(path)  # which the chief writes
                 return fit(model).history["loss"], tf_dgc.joined(model).get_weights()
 
-            history, weights = on_workers(2, work)[0]
+            history, weights = in_scopes(2, work)[0]
             self.assertNotIn(b"tf_dgc", path.read_bytes())
             loaded = keras.models.load_model(path)
         loaded.run_eagerly = True
@@ -193,31 +191,39 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         def work(strategy: Any) -> Any:
             layer = SplitDense(4)
             layer.build((None, 6))
-            return layer.kernel.value.shape, columns.of(layer.kernel.value)
+            return layer.kernel.value.shape, bands.of(layer.kernel.value)
 
         make = tf_dgc.ParameterAveragingStrategy
-        self.assertEqual(on_workers(1, work, make), [((6, 4), None)])
+        self.assertEqual(in_scopes(1, work, make), [((6, 4), None)])
 
-    def test_its_gradient_is_that_of_dense(self) -> None:
+    @parameterized.product(by=["columns", "rows"], workers=[2, 4])
+    def test_its_gradient_is_that_of_dense(self, by: str, workers: int) -> None:
         kernel = np.random.default_rng(2).normal(size=(6, 7)).astype("float32")
 
-        def gradients(layer: Any, strategy: Any) -> Any:
-            rank, size = (strategy.rank, 2) if strategy else (0, 1)
-            rows = tf.constant(X[rank * 15 : rank * 15 + 15 if size > 1 else 30])
+        def gradients(layer: Any, rank: int, size: int) -> Any:
+            rows = tf.constant(np.array_split(X[:29], size)[rank])
             layer.build(rows.shape)
             layer.load_own_variables({"0": kernel, "1": np.zeros(7, "float32")})
-            with tf.GradientTape() as tape:
-                tape.watch(rows)
-                loss = tf.reduce_sum(layer(rows) ** 2)
-            return tape.gradient(loss, [rows, layer.kernel.value])
+            with tf.GradientTape() as outer:
+                outer.watch(rows)
+                with tf.GradientTape() as tape:
+                    tape.watch(rows)
+                    loss = tf.reduce_sum(layer(rows) ** 2)
+                first = tape.gradient(loss, [rows, layer.kernel.value])
+                penalty = tf.reduce_sum(first[0] ** 2)
+            return first, outer.gradient(penalty, [rows, layer.kernel.value])
 
-        expected = gradients(keras.layers.Dense(7), None)
-        # Without a step of Keras's a sum over workers is divided by their number later.
-        found = on_workers(2, lambda strategy: gradients(SplitDense(7), strategy))
-        rows = np.concatenate([np.asarray(each[0]) for each in found])
-        self.assertAllClose(rows, expected[0], 1e-5, 1e-5)
-        parts = [np.asarray(each[1]) for each in found]
-        self.assertAllClose(Columns(0, 2, 7).join(parts), expected[1], 1e-5, 1e-4)
+        expected = gradients(keras.layers.Dense(7), 0, 1)
+        own = Band(0, workers, *((7, 1) if by == "columns" else (6, 0)))
+        found = in_scopes(
+            workers, lambda s: gradients(SplitDense(7, by=by), s.rank, workers)
+        )
+        for order in range(2):
+            rows, parts = zip(*(each[order] for each in found), strict=True)
+            self.assertAllClose(np.concatenate(rows), expected[order][0], 1e-4, 1e-3)
+            # Without a step of Keras's it is a mean over workers, to be multiplied.
+            whole = workers * own.join(parts)
+            self.assertAllClose(whole, expected[order][1], 1e-4, 1e-2)
 
 
 @pytest.mark.long
@@ -250,7 +256,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
     )
     def test_it_is_that_of_one_worker(self, workers: int, *case: Any) -> None:
         expected = self.fitted(False, *case)
-        for found in on_workers(workers, lambda _: self.fitted(True, *case)):
+        for found in in_scopes(workers, lambda _: self.fitted(True, *case)):
             for one, other in zip(found, expected, strict=True):
                 self.assertAllClose(one, other, 1e-5, 1e-5)
 
@@ -315,7 +321,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
             model.compile("sgd", FROM_LOGITS, metrics=own, run_eagerly=True)
             return fit(model).history["own"]
 
-        self.assertGreater(on_workers(2, work)[0][0], 0.0)
+        self.assertGreater(in_scopes(2, work)[0][0], 0.0)
 
     def test_labels_that_are_no_classes_stop_all_workers(self) -> None:
         def work(strategy: Any) -> None:
@@ -358,7 +364,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
             whole = tf_dgc.joined(model)
             return [v.numpy() for v in [*whole.variables, *whole.optimizer.variables]]
 
-        return on_workers(workers, work, make or tf_dgc.DenseStrategy)
+        return in_scopes(workers, work, make or tf_dgc.DenseStrategy)
 
     def assert_alike(self, found: Any, expected: Any, tolerance: float) -> None:
         for each in found:
@@ -433,12 +439,6 @@ class Divides(keras.Sequential):
         workers = tf.distribute.get_strategy().num_replicas_in_sync
         self.optimizer.apply([g / workers for g in found], self.trainable_variables)
         return {"loss": loss}
-
-
-def late_division(strategy: Any) -> None:
-    model = Divides([keras.Input((6,)), SplitDense(5)])
-    model.compile("sgd", run_eagerly=True)
-    fit(model)
 
 
 def other_shape(strategy: Any) -> None:
@@ -529,19 +529,19 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         tf_dgc.DenseStrategy,
         later(lambda model: model.save("unused.keras")),
         "ValueError",
-        "columns of one of 2 workers only. Save `tf_dgc.joined",
+        "part of one of 2 workers only. Save `tf_dgc.joined",
     ),
     "save_weights": (
         tf_dgc.DenseStrategy,
         later(lambda model: model.save_weights("unused.weights.h5")),
         "ValueError",
-        "columns of one of 2 workers only. Save `tf_dgc.joined",
+        "part of one of 2 workers only. Save `tf_dgc.joined",
     ),
     "export": (
         tf_dgc.DenseStrategy,
         later(lambda model: model.export("unused")),
         "ValueError",
-        "columns of one of 2 workers only. Save `tf_dgc.joined",
+        "part of one of 2 workers only. Save `tf_dgc.joined",
     ),
     "save_layer": (
         tf_dgc.DenseStrategy,
@@ -576,12 +576,6 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         lambda strategy: fit(model_with(optimizer=SGD())),
         "ValueError",
         r"no worker has their norm.*Received: DGCConfig\(clip_norm=1.0\)",
-    ),
-    "late_division": (
-        tf_dgc.DenseStrategy,
-        late_division,
-        "RuntimeError",
-        "reads `num_replicas_in_sync` after its backward pass",
     ),
     "other_shape": (
         tf_dgc.DenseStrategy,
@@ -655,7 +649,7 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         hvd = mock.Mock(is_initialized=lambda: True, size=lambda: 2)
         with (
             mock.patch.dict("sys.modules", {"horovod.tensorflow": hvd}),
-            mock.patch("tf_dgc.layers.dense.import_horovod", lambda: hvd),
+            mock.patch("tf_dgc.layers.refusals.import_horovod", lambda: hvd),
             self.assertRaisesRegex(ValueError, "must be made in the scope"),
         ):
             SplitDense(4)(X)

@@ -14,7 +14,8 @@ import tensorflow as tf
 from tf_dgc._host import distribute, probe
 
 with probe.imports():
-    from keras.src.backend.common import global_state
+    from keras.src.backend.common import global_state, masking
+    from keras.src.models import functional
     from keras.src.random import seed_generator
     from keras.src.trainers.data_adapters import (
         array_data_adapter,
@@ -42,7 +43,12 @@ def wanted() -> list[tuple[Any, str]]:
         (resource_variable_ops, "BaseResourceVariable"),
         (variable, "_distribute_strategy"),
         (keras.name_scope, "caller"),
+        (keras.Model, "_flatten_layers"),
         (keras.Model, "_initial_epoch"),
+        (functional, "Functional"),
+        (functional.Functional, "_nodes_by_depth"),
+        (masking, "get_keras_mask"),
+        (masking, "set_keras_mask"),
         (keras.callbacks.ModelCheckpoint, "_batches_seen_since_last_saving"),
         (keras.callbacks.ModelCheckpoint, "_last_batch_seen"),
         (keras.callbacks.SwapEMAWeights, "_ema_weights_in_model"),
@@ -123,6 +129,53 @@ def has_step_of_keras(model: keras.Model) -> bool:
         own.train_step is keras.Model.train_step
         and own.compute_loss is keras.Model.compute_loss
     )
+
+
+def has_steps_of_keras(model: keras.Model) -> bool:
+    """Tell whether Keras itself trains and evaluates a model."""
+    evaluates = type(model).test_step is keras.Model.test_step
+    return evaluates and has_step_of_keras(model)
+
+
+def layers_within(model: keras.Model) -> list[keras.Layer]:
+    """Return a model, its layers and theirs, each before what it holds.
+
+    keras/src/layers/layer.py: Layer._flatten_layers.
+    """
+    return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def links_of(model: keras.Model) -> list[tuple[Any, Any]]:
+    """Return which operation of a model hands its output to which; to None, outside.
+
+    An operation that is called more often, or has several outputs, is there more often.
+    keras/src/ops/function.py: Function._nodes_by_depth.
+
+    Returns:
+        Nothing of a model that is no graph of layers, or has a `call` of its own.
+    """
+    graph = model
+    if isinstance(model, keras.Sequential):
+        graph = getattr(model, "_functional", None)
+        plain = type(model).call is keras.Sequential.call
+    else:
+        plain = type(model).call is functional.Functional.call
+    if not plain or not isinstance(graph, functional.Functional):
+        return []
+    nodes = [node for each in graph._nodes_by_depth.values() for node in each]
+    givers = {id(t): node.operation for node in nodes for t in node.outputs}
+    found = [(givers[id(t)], n.operation) for n in nodes for t in n.input_tensors]
+    return found + [(givers[id(tensor)], None) for tensor in graph.outputs]
+
+
+def copy_mask(source: Any, target: Any) -> None:
+    """Give to a tensor the mask that Keras has noted for another one.
+
+    KB/common/masking.py.
+    """
+    mask = masking.get_keras_mask(source)
+    if mask is not None:
+        masking.set_keras_mask(target, mask)
 
 
 def strategy_of(thing: Any) -> tf.distribute.Strategy | None:

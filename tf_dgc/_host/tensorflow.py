@@ -37,10 +37,25 @@ def wanted() -> list[tuple[Any, str]]:
         (tf.__internal__, "FuncGraph"),
         (tf.data.Dataset, "_functions"),
         (tf.data.Dataset, "_inputs"),
+        (tf.Variable, "_serialize_to_tensors"),
     ]
 
 
 probe.check(wanted())
+
+
+def hook_checkpoints(variable: tf.Variable, before: Callable[[], None]) -> None:
+    """Let something run before a variable is written to a `tf.train.Checkpoint`.
+
+    tensorflow/python/trackable/base.py: Trackable._serialize_to_tensors.
+    """
+    original = variable._serialize_to_tensors
+
+    def serialize() -> Any:
+        before()
+        return original()
+
+    variable._serialize_to_tensors = serialize
 
 
 def tensorflow_has_started() -> bool:

@@ -25,8 +25,8 @@ class Record(NamedTuple):
 
 # First words of the names of arrays of which the sum over the workers is to stay.
 OWED = ("residual", "velocity")
-# First of the variables of the account of what each worker has some columns of.
-PARTS = "columns of split layers"
+# First of the variables of the account of what each worker has a part of.
+PARTS = "parts of split layers"
 _MAX_ELEMENTS = 2**31  # of an array, as of an arena
 
 

@@ -1,45 +1,50 @@
 """A dense layer of whose kernel each worker holds, and trains, a part.
 
-Axes: N workers, M rows of the worker that has most, I inputs, U units, W = ceil(U / N)
-columns of a part.
+Axes: N workers, M rows of the worker that has most, m of this one, I inputs, U units, W
+columns, or rows, of a part.
+
+By columns:
 
     X* = all-gather(X)              [N, M, I]
-    Y_r = X* W_r                    [N, M, W], the columns of worker r
-    Y = all-to-all(Y_r)             [N, M, W] -> [M, U]; bias and activation follow
+    Y_r = X* W_r                    [N, M, W], the units of worker r
+    Y = all-to-all(Y_r)             [N, M, W] -> [m, U]; bias and activation follow
 
-Backwards, the gradient of W_r is complete where it is, and what goes to the inputs is
-summed over the workers. Only activations travel.
+By rows:
+
+    X_r = all-to-all(X)             [m, I] -> [N, M, W], the inputs of worker r
+    Y = reduce-scatter(X_r W_r)     [N, M, U] -> [m, U]; bias and activation follow
+
+By rows after a layer by columns, X_r is its Y_r with bias and activation: nothing is
+sent between them. Backwards, the gradient of W_r is complete where it is, and what goes
+to the inputs takes the same ways back. Only activations travel.
 """
 
 import itertools
-import sys
 import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_dgc import columns
-from tf_dgc.columns import Columns
-from tf_dgc.config import AveragingConfig, DownpourConfig
-from tf_dgc.layers import draws, logits, trials
+from tf_dgc import bands
+from tf_dgc.bands import Band
+from tf_dgc.layers import draws, logits, refusals, ways
+from tf_dgc.layers.away import Away, Where
 from tf_dgc.layers.movement import Movement, product
-from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.transports import Transport, handshake
-from tf_dgc.transports.horovod import import_horovod
 
 _numbers: weakref.WeakKeyDictionary[Transport, Any] = weakref.WeakKeyDictionary()
 
 
 @keras.saving.register_keras_serializable(package="tf_dgc")
 class SplitDense(keras.layers.Dense):
-    """`keras.layers.Dense` whose kernel is split over the workers by columns.
+    """`keras.layers.Dense` whose kernel is split over the workers.
 
-    Each worker holds kernel, gradient and optimizer's slots of U / N of the units, and
-    computes these for the rows of all workers. It is made in the scope of a
-    `DenseStrategy` or `DGCStrategy`, with the arguments of `keras.layers.Dense`; on one
-    worker, and without a strategy, it is `keras.layers.Dense`. A step gives what one
-    worker computes of the whole batch.
+    Each worker holds kernel, gradient and optimizer's slots of U / N of the units, or
+    of I / N of the inputs, and computes with these for the rows of all workers. It is
+    made in the scope of a `DenseStrategy` or `DGCStrategy`, with the arguments of
+    `keras.layers.Dense`; on one worker, and without a strategy, it is
+    `keras.layers.Dense`. A step gives what one worker computes of the whole batch.
 
     All workers call a model with such layers together. `tf_dgc.joined(model)` returns
     an ordinary model to save.
@@ -47,16 +52,43 @@ class SplitDense(keras.layers.Dense):
     References:
         Krizhevsky: One weird trick for parallelizing convolutional neural networks,
         2014, https://arxiv.org/abs/1404.5997
+        Shoeybi and others: Megatron-LM, 2019, https://arxiv.org/abs/1909.08053
     """
 
     _strategy: Any = None  # of which it is, if of one
-    _columns: Columns | None = None
+    _band: Band | None = None
+
+    def __init__(self, units: int, *args: Any, by: str = "columns", **kwargs: Any):
+        """Take the arguments of `keras.layers.Dense`, and the way to cut the kernel.
+
+        Args:
+            units: U.
+            *args: of `keras.layers.Dense`.
+            by: "columns", where a worker computes some of the units, or "rows", where
+                it takes some of the inputs: that sends less where there are fewer
+                units than inputs, and nothing at all between a layer by columns and
+                one by rows that alone reads its units.
+            **kwargs: of `keras.layers.Dense`.
+
+        Raises:
+            ValueError: `by` is something else.
+        """
+        super().__init__(units, *args, **kwargs)
+        if by not in ways.WAYS:
+            raise ValueError(f'`by` must be "columns" or "rows". Received: by={by!r}')
+        self.by = by
+        self._allow_non_tensor_positional_args = True  # what stayed away
 
     @property
     def is_split(self) -> bool:
-        """Whether other workers have other columns of the kernel."""
-        return self._columns is not None and self._columns.workers > 1
+        """Whether other workers have other parts of the kernel."""
+        return self._band is not None and self._band.is_split
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that the layer was made with."""
+        return {**super().get_config(), "by": self.by}
+
+    @tf.autograph.experimental.do_not_convert
     def build(self, input_shape: Any) -> None:
         """Make this worker's part of the kernel, and the bias; all workers call this.
 
@@ -65,36 +97,22 @@ class SplitDense(keras.layers.Dense):
                 it.
         """
         strategy = tf.distribute.get_strategy()
-        if isinstance(getattr(strategy, "config", None), DownpourConfig):
-            self._refuse(strategy)  # which has a transport of one worker
-        if not _splits(strategy):
-            _refuse_horovod(self.name)
+        if not refusals.splits(self, strategy):
             super().build(input_shape)
             return
-        over = strategy.transport
-        if over.size > 1:
-            self._refuse(strategy)
-        rows, own = input_shape[-1], Columns(over.rank, over.size, self.units)
-        if over.size > 1:
-            kind = type(self.kernel_initializer).__name__
-            form = {"inputs": rows, "units": self.units, "kernel_initializer": kind}
-            handshake.agree(over, f"split layer {self.name!r}", form)
+        over, shape = strategy.transport, (input_shape[-1], self.units)
+        axis = ways.WAYS[self.by]
+        own = Band(over.rank, over.size, shape[axis], axis)
         number = next(_numbers.setdefault(over, itertools.count()))
-        self._strategy, self._columns = strategy, own
-        logits.install()
+        self._strategy, self._band = strategy, own
         self._movement = Movement(over, f"split{number}")
-
-        def draw(shape: Any, dtype: Any = None) -> tf.Tensor:
-            columns.note(own)
-            return draws.own_columns(self.kernel_initializer, rows, own, dtype, over)
-
-        self._kernel = keras.Variable(
-            draw,
-            (rows, own.width),
-            self.variable_dtype,
-            name="kernel",
-            synchronization="none",
-        )
+        logits.install()
+        with tf.init_scope(), strategy.scope():  # now, even if a function is traced
+            if over.size > 1:
+                refusals.refuse(self, strategy)
+                self._agree(over, shape)
+            self._kernel = self._drawn(over, shape, own)
+        self._kernel.trainable = self.trainable
         self._kernel.constraint = self.kernel_constraint
         regularizer = self.kernel_regularizer
         self._kernel.regularizer = regularizer and self._regularization
@@ -107,8 +125,28 @@ class SplitDense(keras.layers.Dense):
                 regularizer=self.bias_regularizer,
                 constraint=self.bias_constraint,
             )
-        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: rows})
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: shape[0]})
         self.built = True
+
+    def _agree(self, over: Transport, shape: tuple[int, int]) -> None:
+        kind = type(self.kernel_initializer).__name__
+        form = {"inputs": shape[0], "units": shape[1], "kernel_initializer": kind}
+        form["by"] = self.by
+        handshake.agree(over, f"split layer {self.name!r}", form)
+
+    def _drawn(
+        self, over: Transport, shape: tuple[int, int], own: Band
+    ) -> keras.Variable:
+        """Make this worker's part of a kernel."""
+
+        def draw(_: Any, dtype: Any = None) -> tf.Tensor:
+            bands.note(own)
+            return draws.own_part(self.kernel_initializer, shape, own, dtype, over)
+
+        part = [own.width if axis == own.axis else n for axis, n in enumerate(shape)]
+        return keras.Variable(
+            draw, part, self.variable_dtype, name="kernel", synchronization="none"
+        )
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Compute the units of this worker's rows; all workers call this.
@@ -125,51 +163,83 @@ class SplitDense(keras.layers.Dense):
             TypeError: the inputs are sparse or ragged.
         """
         if not self.is_split:
+            if isinstance(inputs, Away):
+                inputs = inputs.home()
             return super().call(inputs, training=training)
-        if not isinstance(inputs, tf.Tensor | tf.Variable | keras.Variable):
-            raise TypeError(
-                f"`inputs` of the split layer {self.name!r} must be a dense tensor. "
-                f"Received: inputs of type {type(inputs).__name__}"
-            )
+        refusals.refuse_inputs(self, inputs)
+        if self.by == "rows":
+            return self._by_rows(inputs)
+        return self._by_columns(tf.convert_to_tensor(inputs))
+
+    def _by_rows(self, inputs: Any) -> tf.Tensor:
+        own: Any = self._band
+        if isinstance(inputs, Away) and inputs.place.own.width == own.width:
+            parts, (_, _, rows, form) = inputs.parts, inputs.place
+        else:
+            x = tf.cast(tf.convert_to_tensor(inputs), self.compute_dtype)
+            flat, rows, form = self._padded(x)
+            beyond = own.workers * own.width - own.length
+            flat = tf.pad(flat, [[0, 0], [0, beyond]])
+            flat = tf.reshape(flat, [-1, own.workers, own.width])
+            parts = self._movement.exchanged(tf.transpose(flat, [1, 0, 2]), "x")
+        sums = self._movement.scattered(self._product(parts), "y")[:rows]
+        return self._finished(sums, form, inputs.shape[:-1], self._bias())
+
+    def _by_columns(self, inputs: tf.Tensor) -> Any:
+        own: Any = self._band
         x = tf.cast(inputs, self.compute_dtype)
-        parts, rows = self._parts_of(tf.reshape(x, [-1, x.shape[-1]]))
-        form, units = tf.shape(x)[:-1], self.units
-        # Metrics read the outputs when the step has changed the bias.
-        bias = None if self.bias is None else tf.identity(self.bias.value)
+        flat, rows, form = self._padded(x)
+        parts = self._product(self._movement.gathered(flat, "x"))
+        bias = self._bias()
 
-        def home(parts: tf.Tensor = parts) -> tf.Tensor:
-            y = tf.reshape(self._brought(parts, rows), tf.concat([form, [units]], 0))
-            y = tf.ensure_shape(y, [*x.shape[:-1], units])
-            y = y if bias is None else keras.ops.add(y, bias)
-            return y if self.activation is None else self.activation(y)
+        def home() -> tf.Tensor:
+            found = tf.transpose(self._movement.exchanged(parts, "y"), [1, 0, 2])
+            found = tf.reshape(found, [-1, own.workers * own.width])
+            own_rows = found[:rows, : self.units]
+            return self._finished(own_rows, form, x.shape[:-1], bias)
 
-        if not logits.is_last(self, self._share.model):
+        model = self._share.model
+        ends = logits.is_last(self, model)
+        if not ends and not refusals.feeds_rows(self, model):
             return home()
-        place = self._place(rows, form)
+        place = Where(self._movement, own, rows, form)
+        away = parts
         if bias is not None:
-            shared = place.moves.shared(tf.cast(bias, parts.dtype), place.own.width)
-            parts += shared[:, tf.newaxis]
-        return logits.Logits(parts, place, x.shape[:-1].concatenate(units), home)
+            shared = self._movement.shared(tf.cast(bias, parts.dtype), own.width)
+            away += shared[:, tf.newaxis]
+        shape = x.shape[:-1].concatenate(self.units)
+        if not ends:
+            away = away if self.activation is None else self.activation(away)
+            # Where there are no units, none of an activation, either.
+            away *= tf.cast(tf.range(own.width) < own.used, away.dtype)
+            return Away(away, place, shape, home)
+        found = logits.Logits(away, place, shape, home)
+        found.probabilities = self.activation is keras.activations.softmax
+        return found
 
-    def _place(self, rows: tf.Tensor, form: tf.Tensor) -> logits.Where:
-        """Return what parts are of, for a loss that does not need them at home."""
-        own: Any = self._columns
-        softmax = self.activation is keras.activations.softmax
-        return logits.Where(self._movement, own, rows, form, softmax)
+    def _padded(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the rows of [..., I] as [M, I], how many there are, and their form."""
+        flat = tf.reshape(x, [-1, x.shape[-1]])
+        rows = tf.shape(flat, tf.int64)[0]
+        flat = tf.pad(flat, [[0, self._movement.most(rows) - rows], [0, 0]])
+        return flat, rows, tf.shape(x)[:-1]
 
-    def _parts_of(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return own units of the rows of all, [N, M, W], of [m, I]; and m."""
-        moves, share = self._movement, self._share
-        rows = tf.shape(x, tf.int64)[0]
-        x = tf.pad(x, [[0, moves.most(rows) - rows], [0, 0]])
-        kernel = tf.cast(self._kernel.value, x.dtype)
-        return product(moves.gathered(x), kernel, share.factors), rows
+    def _product(self, parts: tf.Tensor) -> tf.Tensor:
+        kernel = tf.cast(self._kernel.value, parts.dtype)
+        return product(parts, kernel, self._share.factors)
 
-    def _brought(self, parts: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-        """Return what all workers have computed of this one's rows, [m, U]."""
-        home = tf.transpose(self._movement.exchanged(parts, "y"), [1, 0, 2])
-        wide = home.shape[1] * home.shape[2]
-        return tf.reshape(home, [-1, wide])[:rows, : self.units]
+    def _bias(self) -> tf.Tensor | None:
+        # Metrics read the outputs when the step has changed the bias.
+        return None if self.bias is None else tf.identity(self.bias.value)
+
+    def _finished(
+        self, flat: tf.Tensor, form: tf.Tensor, shape: Any, bias: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Return outputs, [..., U], of sums of this worker's rows, [m, U]."""
+        y = tf.reshape(flat, tf.concat([form, [self.units]], 0))
+        y = tf.ensure_shape(y, [*shape, self.units])
+        y = y if bias is None else keras.ops.add(y, bias)
+        return y if self.activation is None else self.activation(y)
 
     @property
     def _share(self) -> Any:
@@ -178,42 +248,7 @@ class SplitDense(keras.layers.Dense):
     def _regularization(self, kernel: Any) -> tf.Tensor:
         """Return the loss of the whole kernel, with the gradient of the own part."""
         own = tf.convert_to_tensor(self.kernel_regularizer(kernel))
-        if not self.is_split:
-            return own
-        return self._movement.summed(own, lambda: self._share.whole)
-
-    # What cannot be split.
-
-    def _refuse(self, strategy: BaseStrategy) -> None:
-        def refuse(rule: str, received: str) -> None:
-            raise ValueError(
-                f"The split layer {self.name!r} {rule} Received: {received}. Use "
-                "`keras.layers.Dense` there"
-            )
-
-        if isinstance(strategy.config, AveragingConfig | DownpourConfig):
-            refuse(
-                "needs workers that meet in each step: DenseStrategy or DGCStrategy.",
-                type(strategy).__name__,
-            )
-        if self.quantization_mode or self.lora_rank:
-            refuse(
-                "can have neither quantization nor LoRA.",
-                f"quantization_mode={self.quantization_mode!r}, "
-                f"lora_rank={self.lora_rank!r}",
-            )
-        given = self.kernel_constraint
-        if given is not None and not trials.keeps_to_columns(given):
-            refuse(
-                "must have a `kernel_constraint` that looks at single columns.",
-                f"kernel_constraint={given!r}",
-            )
-        given = self.kernel_regularizer
-        if given is not None and not trials.sums_over_columns(given):
-            refuse(
-                "must have a `kernel_regularizer` that is a sum over columns.",
-                f"kernel_regularizer={given!r}",
-            )
+        return self._movement.summed(own) if self.is_split else own
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         """Refuse, where the kernel is split.
@@ -248,55 +283,33 @@ class SplitDense(keras.layers.Dense):
         Raises:
             ValueError: there are several workers.
         """
-        if columns.are_kept_elsewhere() and self._columns is not None:
+        if bands.are_kept_elsewhere() and self._band is not None:
             if self.bias is not None:
                 store["1"] = self.bias
             return
         if self.is_split:
-            columns.refuse_to_save([self._kernel], f"The model of {self.name!r}")
+            bands.refuse_to_save([self._kernel], f"The model of {self.name!r}")
         super().save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Take over the whole kernel of a file, of which this worker cuts its part."""
-        own = self._columns
+        own = self._band
         if own is None or not self.built:
             super().load_own_variables(store)
             return
         if self.bias is not None:
             self.bias.assign(store["1"])
         if "0" not in store:
-            if not columns.are_kept_elsewhere():
+            if not bands.are_kept_elsewhere():
                 raise ValueError(
                     f"The file has no kernel of the split layer {self.name!r}: it is a "
                     "part of a backup, which `tf_dgc.callbacks.BackupState` reads"
                 )
             return
-        whole, wanted = store["0"], (self._kernel.shape[0], self.units)
+        whole, wanted = store["0"], own.shape(self._kernel.shape)
         if tuple(whole.shape) != wanted:
             raise ValueError(
                 f"The kernel of the split layer {self.name!r} must be of shape "
                 f"{wanted}. Received: {tuple(whole.shape)}"
             )
         self._kernel.assign(own.cut(whole))
-
-
-def _splits(strategy: Any) -> bool:
-    """Tell whether a strategy is one of workers, each of which computes its rows."""
-    if not isinstance(strategy, BaseStrategy):
-        return False
-    size = strategy.transport.size
-    alone = size == 1 and isinstance(strategy.config, AveragingConfig)
-    return strategy.mesh.replicas == size and not alone
-
-
-def _refuse_horovod(name: str) -> None:
-    """Raise ValueError in a job of Horovod without a strategy."""
-    if "horovod.tensorflow" not in sys.modules:
-        return
-    hvd = import_horovod()
-    if hvd.is_initialized() and hvd.size() > 1:
-        raise ValueError(
-            f"The split layer {name!r} must be made in the scope of a DenseStrategy or "
-            "DGCStrategy, where there are several workers; elastic jobs have none. "
-            "Received: no strategy"
-        )

@@ -1,9 +1,9 @@
-"""First values of a part: those columns of what one worker would draw.
+"""First values of a part: those columns, or rows, of what one worker would draw.
 
-Axes: I rows, U columns of the whole, W columns of a part.
+Axes: I rows, U columns of the whole, W columns or rows of a part.
 
 The random numbers of a large matrix are drawn in blocks of rows, of which each worker
-keeps its columns, so that no worker ever has the whole of it.
+keeps its part, so that no worker ever has the whole of it.
 """
 
 import math
@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.columns import Columns
+from tf_dgc.bands import Band
 from tf_dgc.transports.base import Transport
 
 _BLOCK = 2**22  # elements drawn at a time
@@ -51,36 +51,40 @@ class _Stream(NamedTuple):
     shift: float
 
 
-def own_columns(
-    initializer: Any, rows: int, own: Columns, dtype: Any, transport: Transport
+def own_part(
+    initializer: Any,
+    shape: tuple[int, int],
+    own: Band,
+    dtype: Any,
+    transport: Transport,
 ) -> tf.Tensor:
-    """Return this worker's columns of what rank 0 draws; all workers call this.
+    """Return this worker's part of what rank 0 draws; all workers call this.
 
     Args:
         initializer: of Keras, or a function of a shape and a type.
-        rows: I.
-        own: which columns.
+        shape: I and U, of the whole.
+        own: which part.
         dtype: of the result.
         transport: to the other workers.
 
     Returns:
-        shape [I, W]. Columns that there are no units for are zero.
+        shape [I, W] or [W, U]. What is beyond the whole is zero.
     """
+    missing = [[0, 0], [0, 0]]
+    missing[own.axis][1] = own.width - own.used
     if type(initializer) in _CONSTANT:
-        used = max(0, min(own.width, own.units - own.start))
-        part = tf.convert_to_tensor(initializer((rows, used), dtype=dtype))
-        return tf.pad(part, [[0, 0], [0, own.width - used]])
-    stream = _stream_of(initializer, rows, own.units)
+        used = [size.stop - size.start for size in own.place(shape)]
+        part = tf.convert_to_tensor(initializer(tuple(used), dtype=dtype))
+        return tf.pad(part, missing)
+    stream = _stream_of(initializer, *shape)
     seed = getattr(initializer, "seed", None)
     if stream is not None and type(seed) is int and tf.as_dtype(dtype) == tf.float32:
         (shared,) = transport.broadcast([tf.constant([seed], tf.int64)], "split.seed")
         seed = int(shared[0]) % _SEEDS
-        return tf.constant(_in_blocks(stream, seed, rows, own))
-    whole = tf.convert_to_tensor(initializer((rows, own.units), dtype=dtype))
+        return tf.pad(tf.constant(_in_blocks(stream, seed, shape, own)), missing)
+    whole = tf.convert_to_tensor(initializer(shape, dtype=dtype))
     (whole,) = transport.broadcast([whole], "split.whole")
-    end = own.workers * own.width - own.units
-    padded = tf.pad(whole, [[0, 0], [0, end]])
-    return padded[:, own.start : own.start + own.width]
+    return tf.pad(whole[own.place(shape)], missing)
 
 
 def _stream_of(initializer: Any, rows: int, units: int) -> _Stream | None:
@@ -112,28 +116,33 @@ def _stream_of(initializer: Any, rows: int, units: int) -> _Stream | None:
     return _Stream(ops.StatelessRandomUniformV2, 1, 2 * limit, -limit)
 
 
-def _in_blocks(stream: _Stream, seed: int, rows: int, own: Columns) -> np.ndarray:
-    """Draw a matrix [I, U] in blocks of rows; return own columns, [I, W]."""
+def _in_blocks(
+    stream: _Stream, seed: int, shape: tuple[int, int], own: Band
+) -> np.ndarray:
+    """Draw a matrix [I, U] in blocks of rows; return what is own of it."""
+    rows, columns = own.place(shape)
+    units = shape[1]
+    # So many rows that blocks begin with a group.
+    step = max(_GROUP, _BLOCK // units // _GROUP * _GROUP)
+    found = np.zeros((rows.stop - rows.start, columns.stop - columns.start), np.float32)
     with tf.device("CPU:0"):
         key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
             seed=tf.constant([seed, 0], tf.int32)
         )
         low, high = (int(word) for word in counter.numpy())
-        # So many rows that blocks begin with a group.
-        step = max(_GROUP, _BLOCK // own.units // _GROUP * _GROUP)
-        found = np.zeros((rows, own.width), np.float32)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            skipped = first * own.units // _GROUP * stream.counts
+        for first in range(rows.start // step * step, rows.stop, step):
+            count = min(step, shape[0] - first)
+            skipped = first * units // _GROUP * stream.counts
             place = (low + (high << 64) + skipped) % 2**128
             drawn = stream.draw(
-                shape=[count, own.units],
+                shape=[count, units],
                 key=key,
                 counter=tf.constant([place % 2**64, place >> 64], tf.uint64),
                 alg=1,  # Philox
                 dtype=tf.float32,
             )
-            columns = drawn[:, own.start : own.start + own.width]
-            block = columns * np.float32(stream.scale) + np.float32(stream.shift)
-            found[first : first + count, : block.shape[1]] = block
+            begin, end = max(first, rows.start), min(first + count, rows.stop)
+            block = drawn[begin - first : end - first, columns]
+            block = block * np.float32(stream.scale) + np.float32(stream.shift)
+            found[begin - rows.start : end - rows.start] = block
     return found

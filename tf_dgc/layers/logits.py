@@ -12,85 +12,26 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_dgc import _host, values
-from tf_dgc.columns import Columns
-from tf_dgc.layers.movement import Movement
+from tf_dgc.layers.away import Away, Where
 
 _SPARSE = "sparse_categorical_crossentropy"
 _LEAST = -1e30  # a logit of no class: its exponential is 0, its difference a number
-_OPERATORS = "add radd sub rsub mul rmul truediv rtruediv pow neg abs getitem matmul"
 
 
-class Where(NamedTuple):
-    """What parts of logits are of.
+class Logits(Away):
+    """What a split last layer gives to a loss; `parts` with the bias, [N, M, W]."""
 
-    Attributes:
-        moves: between the workers.
-        own: which classes.
-        rows: m, shape [].
-        form: shape of the labels: a tensor.
-        probabilities: whether the layer has softmax as its activation.
-    """
-
-    moves: Movement
-    own: Columns
-    rows: tf.Tensor
-    form: tf.Tensor
-    probabilities: bool
-
-
-class Logits:
-    """What a split last layer gives to a loss, and to whoever reads it as a tensor."""
-
-    def __init__(
-        self,
-        parts: tf.Tensor,
-        place: Where,
-        shape: tf.TensorShape,
-        home: Callable[[], tf.Tensor],
-    ) -> None:
-        """Keep what was computed.
-
-        Args:
-            parts: shape [N, M, W], bias included.
-            place: what they are of.
-            shape: of the layer's outputs.
-            home: returns these; all workers call it.
-        """
-        self.parts, self.place, self.shape = parts, place, shape
-        self.dtype = parts.dtype
-        self._home = home
-        self._found: tuple[Any, Any] = None, None
-
-    def home(self) -> tf.Tensor:
-        """Return the outputs of the layer, once for each graph."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if self._found[1] is None or self._found[0] is not graph:
-            self._found = graph, self._home()
-        return self._found[1]
+    probabilities = False  # whether the layer has softmax as its activation
 
     def fits(self, loss: Any) -> bool:
         """Tell whether a loss is the cross entropy of these."""
-        return _reads_logits(loss) is (not self.place.probabilities)
-
-
-def _convert(logits: Logits, dtype: Any = None, *_: Any, **__: Any) -> Any:
-    found = logits.home()
-    return found if dtype in (None, found.dtype) else tf.cast(found, dtype)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda logits, *args: getattr(logits.home(), name)(*args)
-
-
-tf.register_tensor_conversion_function(Logits, _convert)
-for _name in _OPERATORS.split():
-    setattr(Logits, f"__{_name}__", _operator(f"__{_name}__"))
+        return _reads_logits(loss) is (not self.probabilities)
 
 
 def _reads_logits(loss: Any) -> bool | None:
@@ -98,7 +39,7 @@ def _reads_logits(loss: Any) -> bool | None:
     function = getattr(keras.losses, _SPARSE)
     if loss is function or (isinstance(loss, str) and loss == _SPARSE):
         return False
-    if getattr(loss, "fn", None) is not function:
+    if type(loss) is not keras.losses.SparseCategoricalCrossentropy:
         return None
     config = loss.get_config()
     if config.get("ignore_class") is not None or config.get("axis", -1) != -1:
@@ -116,9 +57,9 @@ def is_last(layer: keras.layers.Dense, model: keras.Model | None) -> bool:
     own: Any = type(model)
     if (
         model is None
-        or not _host.keras.has_step_of_keras(model)
-        or own.test_step is not keras.Model.test_step
+        or not _host.keras.has_steps_of_keras(model)
         or own.compute_metrics is not keras.Model.compute_metrics
+        or layer.activity_regularizer is not None
     ):
         return False
     outputs = getattr(model, "outputs", None) or []
@@ -154,6 +95,7 @@ def _call_loss(
     if not isinstance(y_pred, Logits) or not y_pred.fits(loss):
         return original(loss, y_true, y_pred, sample_weight)
     rows = cross_entropy(y_pred.parts, y_pred.place, y_true)
+    _host.keras.copy_mask(y_pred, rows)
     alike = _OfRows(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
     return alike(y_true, rows, sample_weight)
 
@@ -173,20 +115,20 @@ def cross_entropy(parts: tf.Tensor, place: Where, labels: Any) -> tf.Tensor:
         tf.errors.InvalidArgumentError: a label of some worker is none of the classes,
             on all workers.
     """
-    moves, own, rows, form, _ = place
+    moves, own, rows, form = place
     flat = tf.reshape(tf.cast(tf.convert_to_tensor(labels), tf.int64), [-1])
     missing = tf.shape(parts, tf.int64)[1] - rows
     every = moves.told(tf.pad(flat, [[0, missing]]), "labels")
-    bad = (every < 0) | (every >= own.units)
+    bad = (every < 0) | (every >= own.length)
 
     def told() -> list[Any]:
-        rule = f"Labels must be in [0, {own.units}). Received: "
+        rule = f"Labels must be in [0, {own.length}). Received: "
         return [rule, tf.boolean_mask(every, bad)]
 
     with tf.control_dependencies([values.require(~tf.reduce_any(bad), told)]):
         here = every - own.start
     wide = tf.float64 if parts.dtype == tf.float64 else tf.float32
-    used = tf.range(own.start, own.start + own.width) < own.units
+    used = tf.range(own.start, own.start + own.width) < own.length
     z = tf.where(used, tf.cast(parts, wide), tf.constant(_LEAST, wide))
 
     @tf.custom_gradient

@@ -1,6 +1,6 @@
 """Models whose large dense layers are split, and back.
 
-Axes: N workers, I inputs, U units, W columns of a part.
+Axes: N workers, I inputs, U units, W columns or rows of a part.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, columns
+from tf_dgc import _host, bands
+from tf_dgc.layers import ways
 from tf_dgc.layers.dense import SplitDense
 from tf_dgc.transports import Transport
 
@@ -29,8 +30,8 @@ def split_dense(model: keras.Model, min_elements: int = 2**20) -> keras.Model:
         A model of the same class, with the same names of layers.
 
     Raises:
-        TypeError: the model is neither sequential nor functional, or `min_elements` is
-            no integer.
+        TypeError: the model is neither sequential nor functional, or of a class that
+            Keras cannot clone, or `min_elements` is no integer.
         ValueError: it is not built, `min_elements` is less than 1, or a layer cannot be
             split; names it.
     """
@@ -44,14 +45,19 @@ def split_dense(model: keras.Model, min_elements: int = 2**20) -> keras.Model:
             f"`min_elements` must be 1 or more. Received: min_elements={min_elements!r}"
         )
 
+    def is_large(layer: Any) -> bool:
+        plain = type(layer) is keras.layers.Dense and layer.built
+        return plain and int(np.prod(layer.kernel.shape)) >= min_elements
+
+    strategy = tf.distribute.get_strategy()
+    workers = strategy.num_replicas_in_sync
+    found = ways.chosen(model, is_large, workers)
+
     def made(layer: Any) -> Any:
-        large = (
-            type(layer) is keras.layers.Dense
-            and layer.built
-            and int(np.prod(layer.kernel.shape)) >= min_elements
-        )
-        kind = SplitDense if large else type(layer)
-        return kind.from_config(_checked(layer.get_config(), kind))
+        config = layer.get_config()
+        if not is_large(layer):
+            return type(layer).from_config(config)
+        return SplitDense.from_config({**_checked(config), "by": found[id(layer)]})
 
     def copy(new: Any, old: Any) -> None:
         if isinstance(new, SplitDense):
@@ -82,8 +88,11 @@ def joined(model: keras.Model) -> keras.Model:
     """
 
     def made(layer: Any) -> Any:
-        kind = keras.layers.Dense if isinstance(layer, SplitDense) else type(layer)
-        return kind.from_config(layer.get_config())
+        config = layer.get_config()
+        if not isinstance(layer, SplitDense):
+            return type(layer).from_config(config)
+        del config["by"]
+        return keras.layers.Dense.from_config(config)
 
     def copy(new: Any, old: Any) -> None:
         _assign(new.variables, old.variables)
@@ -94,9 +103,9 @@ def joined(model: keras.Model) -> keras.Model:
     return whole
 
 
-def _checked(config: dict[str, Any], kind: type) -> dict[str, Any]:
+def _checked(config: dict[str, Any]) -> dict[str, Any]:
     """Refuse what Dense has and a split one cannot have."""
-    if kind is SplitDense and (config.get("lora_rank") or _is_quantized(config)):
+    if config.get("lora_rank") or _is_quantized(config):
         raise ValueError(
             f"The layer {config['name']!r} cannot be split: it has LoRA or is "
             "quantized. Received: "
@@ -133,28 +142,48 @@ def _cloned(
             "`model` must be built first, as by a `keras.Input`. "
             f"Received: model={model.name!r}"
         )
-    pairs: list[tuple[Any, Any]] = []
+    clones: dict[int, tuple[Any, Any]] = {}  # and the layers, by their ids
 
     def clone(layer: Any) -> Any:
         if isinstance(layer, keras.Sequential) or _is_functional(layer):
-            return _cloned(layer, made, copy)
-        pairs.append((made(layer), layer))
-        return pairs[-1][0]
+            return _structure(layer, clone)
+        if id(layer) not in clones:  # one may be in several models
+            clones[id(layer)] = made(layer), layer
+        return clones[id(layer)][0]
 
-    found = keras.models.clone_model(model, clone_function=clone)
-    for new, old in pairs:
+    found = _structure(model, clone)
+    for new, old in clones.values():
         copy(new, old)
-    found.trainable = model.trainable
+        if isinstance(new, keras.layers.Normalization):
+            new.finalize_state()
     _restore_trainable(found, model)
     return found
 
 
-def _restore_trainable(new: Any, old: Any) -> None:
-    """Let layers be as frozen as those they were made of."""
-    for one, other in zip(new.layers, old.layers, strict=True):
+def _structure(model: keras.Model, clone: Callable[[Any], Any]) -> keras.Model:
+    """Return a model of clones of layers, not compiled."""
+    compiled, model.compiled = model.compiled, False
+    try:
+        found = keras.models.clone_model(model, clone_function=clone)
+    finally:
+        model.compiled = compiled
+    if type(found) is not type(model):
+        raise TypeError(
+            "`model` must be of a class that Keras can clone, or its own `train_step` "
+            "and what else it has would be lost; use `tf_dgc.layers.SplitDense` in it. "
+            f"Received: model {model.name!r} of type {type(model).__name__}, of which "
+            f"`keras.models.clone_model` makes {type(found).__name__}"
+        )
+    return found
+
+
+def _restore_trainable(new: keras.Model, old: keras.Model) -> None:
+    """Let layers and variables be as frozen as those they were made of."""
+    layers = (_host.keras.layers_within(model) for model in (new, old))
+    for one, other in zip(*layers, strict=True):
         one.trainable = other.trainable
-        if hasattr(other, "layers"):
-            _restore_trainable(one, other)
+    for one, other in zip(new.variables, old.variables, strict=True):
+        one.trainable = other.trainable
 
 
 def _is_functional(model: Any) -> bool:
@@ -180,11 +209,11 @@ def whole_value(variable: Any) -> Any:
     All workers call this.
 
     Returns:
-        shape [I, U] of a part [I, W].
+        shape [I, U] of a part [I, W] or [W, U].
     """
-    own = columns.of(variable)
+    own = bands.of(variable)
     value = tf.convert_to_tensor(variable.value)
-    if own is None or own.workers == 1:
+    if own is None or not own.is_split:
         return value
     transport: Transport = variable.value._distribute_strategy.transport
     return own.join(list(transport.all_gather(value, "split.join").numpy()))

@@ -1,6 +1,7 @@
 """Activations between workers, and their gradients.
 
-Axes: N workers, M rows of the worker that has most, I inputs, W columns of a part.
+Axes: N workers, M rows of the worker that has most, I inputs, U units, W columns or
+rows of a part.
 """
 
 from collections.abc import Callable
@@ -28,24 +29,47 @@ class Movement:
         counts = self._transport.all_gather(rows, f"{self._name}.rows")
         return tf.reduce_max(counts)
 
-    def gathered(self, x: tf.Tensor) -> tf.Tensor:
+    def gathered(self, x: tf.Tensor, way: str) -> tf.Tensor:
         """Return the rows of all workers, [N, M, I], of this worker's [M, I].
 
         Its gradient is the sum over what each worker has computed with these rows.
+
+        Args:
+            x: the rows.
+            way: what they are, for the names of collectives.
         """
 
         @tf.custom_gradient
         def gather(x: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            def grad(upstream: tf.Tensor) -> tf.Tensor:
-                parts = self.exchanged(upstream, "dx")
-                wide = tf.float64 if parts.dtype == tf.float64 else tf.float32
-                return tf.cast(tf.reduce_sum(tf.cast(parts, wide), 0), x.dtype)
-
             bits, back = _portable(x)
-            name = f"{self._name}.x"
-            return back(self._transport.all_gather(bits, name)), grad
+            found = back(self._transport.all_gather(bits, f"{self._name}.{way}"))
+            return found, lambda upstream: self.scattered(upstream, f"d{way}")
 
         found: tf.Tensor = gather(x)
+        return found
+
+    def scattered(self, parts: tf.Tensor, way: str) -> tf.Tensor:
+        """Return the sum of what all workers have of this one's rows: reduce-scatter.
+
+        Its gradient goes to all of them.
+
+        Args:
+            parts: of the rows of each worker, [N, M, U].
+            way: what they are, for the names of collectives.
+
+        Returns:
+            shape [M, U].
+        """
+
+        @tf.custom_gradient
+        def scatter(parts: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            bits, back = _portable(parts)
+            found = back(self._transport.all_to_all(bits, f"{self._name}.{way}"))
+            wide = tf.float64 if parts.dtype == tf.float64 else tf.float32
+            total = tf.cast(tf.reduce_sum(tf.cast(found, wide), 0), parts.dtype)
+            return total, lambda upstream: self.gathered(upstream, f"d{way}")
+
+        found: tf.Tensor = scatter(parts)
         return found
 
     def exchanged(self, rows: tf.Tensor, way: str) -> tf.Tensor:
@@ -92,21 +116,13 @@ class Movement:
         found: tf.Tensor = share(bias)
         return found
 
-    def summed(self, own: tf.Tensor, factor: Callable[[], Any]) -> tf.Tensor:
-        """Sum a number over the workers; the gradient is that of this one's alone.
-
-        Args:
-            own: shape [], a float type.
-            factor: returns what the gradient is to be multiplied by.
-        """
+    def summed(self, own: tf.Tensor) -> tf.Tensor:
+        """Sum a number, shape [], over workers; the gradient is this one's alone."""
 
         @tf.custom_gradient
         def add(own: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            def grad(upstream: tf.Tensor) -> tf.Tensor:
-                return upstream * tf.cast(factor(), upstream.dtype)
-
             (total,) = self._transport.all_reduce([own], f"{self._name}.sum")
-            return total, grad
+            return total, lambda upstream: upstream
 
         found: tf.Tensor = add(own)
         return found
@@ -137,8 +153,7 @@ def product(
             rows = tf.where(counts == 0, tf.zeros_like(upstream), upstream * counts)
             used = tf.where(counts == 0, tf.zeros_like(x), x)
             dkernel = tf.matmul(_flat(used), _flat(rows), transpose_a=True)
-            dx = tf.matmul(_flat(upstream), kernel, transpose_b=True)
-            return tf.reshape(dx, tf.shape(x)), dkernel
+            return product(upstream, tf.transpose(kernel), weights), dkernel
 
         flat = tf.matmul(_flat(x), kernel)
         form = tf.concat([tf.shape(x)[:2], tf.shape(kernel)[1:]], 0)

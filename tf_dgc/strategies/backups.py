@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, columns
+from tf_dgc import _host, bands
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records
@@ -74,7 +74,7 @@ class Variables:
             id(v): v
             for v in found
             # `save_state` has what is split.
-            if "seed_generator_state" not in v.path and columns.of(v) is None
+            if "seed_generator_state" not in v.path and bands.of(v) is None
         }
         self._found = list(unique.values())
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, columns, optimizers, step
+from tf_dgc import _host, bands, optimizers, step
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
 from tf_dgc.exchanges.figures import StepStats, TensorStats
@@ -195,11 +195,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         parts = self._parts_of(model)
         arrays = split_files.load(self._ledger.transport, path, parts)
         self._ledger.restore(path, *_trained_in(model))
-        for variable, array in zip(parts, arrays, strict=True):
-            variable.assign(tf.cast(array, variable.dtype))
+        with self.scope():
+            for variable, array in zip(parts, arrays, strict=True):
+                variable.assign(tf.cast(array, variable.dtype))
 
     def _parts_of(self, model: keras.Model | None) -> list[Any]:
-        """Return what this worker has columns of: all, or that of a model."""
+        """Return what this worker has parts of: all, or that of a model."""
         found = self.extended.parts()
         if model is None:
             return found
@@ -333,12 +334,13 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
                 self.extended.refuse_foreign(variable)
-        pairs, own = self._without_parts(optimizer, pairs)
-        variables = [v for g, v in pairs if g is not None]
-        optimizers.refuse_whole_tensors(optimizer, variables, self._config)
         part = None
         if self.share is not None:
             part = self.share.part(optimizer, learning_rate)
+        whole = 1 if part is None else part.whole
+        pairs, own = self._without_parts(optimizer, pairs, whole)
+        variables = [v for g, v in pairs if g is not None]
+        optimizers.refuse_whole_tensors(optimizer, variables, self._config)
         args = optimizer, pairs, learning_rate, update
         with self._exchanged():
             step.synchronised(
@@ -346,20 +348,30 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
 
     def _without_parts(
-        self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        whole: int,
     ) -> tuple[list[tuple[Any, Any]], step.Own | None]:
-        """Tell pairs of gradient and variable of all workers from those of this one."""
-        # One worker has all columns, and leaves out of its state what several do.
-        split = [(g, v) for g, v in pairs if g is not None and columns.of(v)]
+        """Tell pairs of gradient and variable of all workers from those of this one.
+
+        Args:
+            optimizer: of the user.
+            pairs: of both.
+            whole: what the gradients of this one's are multiplied by; see `Part`.
+        """
+        # One worker has all of it, and leaves out of its state what several do.
+        split = [(g, v) for g, v in pairs if g is not None and bands.of(v)]
         if not split:
             return list(pairs), None
-        gradients = [tf.convert_to_tensor(g) for g, _ in split]
+        found = [tf.convert_to_tensor(g) for g, _ in split]
+        gradients = [g * tf.cast(whole, g.dtype) for g in found]
         own = step.Own(self._transport, gradients, [v for _, v in split])
         if self._transport.size > 1:
             optimizers.refuse_parts(optimizer, own.variables, self._config)
         if isinstance(self._config, DGCConfig) and self._config.nonfinite == "raise":
             own.refuse_nonfinite()
-        return [(g, v) for g, v in pairs if not columns.of(v)], own
+        return [(g, v) for g, v in pairs if not bands.of(v)], own
 
     @property
     def _clips_sum(self) -> bool:

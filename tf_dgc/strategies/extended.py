@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import _host, columns
+from tf_dgc import _host, bands
 from tf_dgc.strategies import (
     data,
     level,
@@ -80,7 +80,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         self.used = True
-        beside = columns.of(kwargs.pop("colocate_with", None))  # of a slot of a part
+        beside = bands.of(kwargs.pop("colocate_with", None))  # of a slot of a part
         synchronization = kwargs.get("synchronization")
 
         def create(**kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             )
         if not own and self._transport.size > 1 and not _alone.get():
             kwargs["initial_value"] = self._shared_initial_value(kwargs)
-        with columns.noticing() as drawn:
+        with bands.noticing() as drawn:
             variable = create(**kwargs)
         for each in [*drawn, *([beside] if beside else [])]:
             self._note_part(variable, each)
@@ -105,10 +105,13 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             self._statistics.append(weakref.ref(variable))
         return variable
 
-    def _note_part(self, variable: Any, own: columns.Columns) -> None:
-        if variable.shape.rank == 2 and variable.shape[-1] == own.width:
-            columns.mark(variable, own)
+    def _note_part(self, variable: Any, own: bands.Band) -> None:
+        if variable.shape.rank == 2 and variable.shape[own.axis] == own.width:
+            bands.mark(variable, own)
             self._parts.append(weakref.ref(variable))
+            weak = weakref.ref(variable)
+            refuse = functools.partial(bands.refuse_to_save, what="The checkpoint")
+            _host.tensorflow.hook_checkpoints(variable, lambda: refuse([weak()]))
 
     def parts(self) -> list[Any]:
         """Return the variables that are parts, in the order in which they were made."""

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, columns
+from tf_dgc import _host, bands
 from tf_dgc.strategies.extended import OneReplicaExtended, on_one_worker
 
 # They do nothing on workers that are not the chief.
@@ -234,7 +234,7 @@ def _join(callbacks: Any, strategy: Any, model: Any) -> None:
     given = callbacks.callbacks
     if any(map(_restores, given)):
         what = f"The model {model.name!r}, which BackupAndRestore would save,"
-        columns.refuse_to_save(model.variables, what)
+        bands.refuse_to_save(model.variables, what)
     last = [each for each in given if isinstance(each, AtTheEnd)]
     others = [each for each in given if not isinstance(each, AtTheEnd)]
     for each in last:
@@ -282,7 +282,7 @@ def _replacing(original: Callable[..., None]) -> Callable[..., None]:
     def save(
         self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        columns.refuse_to_save(self.variables, f"The model {self.name!r}")
+        bands.refuse_to_save(self.variables, f"The model {self.name!r}")
         if _silent.get():
             return
         target = _plain_file(filepath, overwrite) if _Process.several else None
@@ -302,7 +302,7 @@ def _refusing_parts(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        columns.refuse_to_save(self.variables, f"The model {self.name!r}")
+        bands.refuse_to_save(self.variables, f"The model {self.name!r}")
         return original(self, *args, **kwargs)
 
     return method
@@ -336,10 +336,10 @@ def _load_slots(original: Callable[..., None], optimizer: Any, store: Any) -> No
 
 def _kept_elsewhere(optimizer: Any) -> dict[str, Any]:
     """Return the variables of an optimizer that are in no file of weights now."""
-    if not columns.are_kept_elsewhere():
+    if not bands.are_kept_elsewhere():
         return {}
     numbered = enumerate(optimizer.variables)
-    return {str(i): v for i, v in numbered if columns.of(v) is not None}
+    return {str(i): v for i, v in numbered if bands.of(v) is not None}
 
 
 def _save_model(

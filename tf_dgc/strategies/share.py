@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host, columns
+from tf_dgc import _host, bands
 from tf_dgc.exchanges import Part
 from tf_dgc.strategies import slicing
 from tf_dgc.transports import Transport, handshake
@@ -58,7 +58,6 @@ class Share:
         self._losses: list[str] = []  # kinds, in this step; see `note_loss`
         self._said: set[str] = set()
         self._factors: dict[Any, tf.Tensor] = {}  # of the step that runs
-        self._factored: int | None = None  # by what split layers have taken losses for
 
     # Steps.
 
@@ -76,7 +75,7 @@ class Share:
         rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
         self._model, self._divided, self._losses = model, False, []
-        self._factors, self._factored = {}, None
+        self._factors = {}
         try:
             self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
             if not self._may_be_empty:
@@ -116,7 +115,7 @@ class Share:
             return tf.where(empty, tf.zeros_like(gradient), gradient)
 
         return [
-            g if g is None or columns.is_split(v) else or_zero(g)
+            g if g is None or bands.is_split(v) else or_zero(g)
             for g, v in zip(gradients, variables, strict=True)
         ]
 
@@ -129,63 +128,51 @@ class Share:
         parts = [
             tf.reduce_all(tf.math.is_finite(g))
             for g, v in zip(gradients, variables, strict=False)
-            if g is not None and columns.is_split(v)
+            if g is not None and bands.is_split(v)
         ]
         return tf.logical_or(found, self.empty & tf.reduce_all(parts))
 
     # Parts of weights, of which no other worker has a gradient.
 
-    @property
-    def whole(self) -> int:
-        """N where losses are divided by it, else 1; known in a backward pass."""
-        return self._weighting()[1]
-
     def factors(self) -> tf.Tensor:
-        """Return what the gradients of each worker's rows count in a sum over all.
+        """Return what the gradients of each worker's rows count in a mean over all.
 
-        All workers call this, in a backward pass.
+        All workers call this, in a backward pass. What is applied is multiplied by
+        `Part.whole`, as of other gradients.
 
         Returns:
             shape [N], float32; 0 for a worker without rows.
         """
-        weight, whole = self._weighting()
-        self._factored = whole
+        weight = self._weight()
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        key = (graph, whole, *self._losses)
+        key = (graph, *self._losses)
         if self._model is not None and key in self._factors:
             return self._factors[key]
         found = self._transport.all_gather(weight, "row_weights")
         total = tf.reduce_sum(found)
-        factors = tf.math.divide_no_nan(float(whole) * found, total)
+        factors = tf.math.divide_no_nan(found, total)
         if self._model is not None:
             self._factors[key] = factors
         return factors
 
-    def _weighting(self) -> tuple[tf.Tensor, int]:
-        """Return what this worker's rows count, and N or 1; see `Part`."""
-        workers, one = self._transport.size, tf.ones([])
-        if self._model is None:
-            return one, workers
-        stock = self._divided or _host.keras.has_step_of_keras(self._model)
-        if "sum" in self._losses or (stock and set(self._losses) == {"none"}):
-            return one, workers
-        whole = workers if self._divided else 1
+    def _weight(self) -> tf.Tensor:
+        """Return what this worker's rows count; see `Part`."""
+        if self._sums_rows:
+            return tf.ones([])
         counted = self._counted if self._counts_own else self._rows
-        return tf.where(self.empty, 0.0, counted.read_value()), whole
+        return tf.where(self.empty, 0.0, counted.read_value())
+
+    @property
+    def _sums_rows(self) -> bool:
+        """Whether gradients are of sums over rows, or not of a model's step."""
+        if self._model is None:
+            return True
+        stock = self._divided or _host.keras.has_step_of_keras(self._model)
+        return "sum" in self._losses or (stock and set(self._losses) == {"none"})
 
     @property
     def _counts_own(self) -> bool:
         return "own" in self._losses and len(self._losses) == 1
-
-    def _refuse_late_division(self, whole: int) -> None:
-        before, self._factored = self._factored, None
-        if before not in (None, whole):
-            raise RuntimeError(
-                "What a step divides by the number of workers must be the loss, before "
-                "its gradients: those of split layers are summed over the workers "
-                "already. Received: a training step that reads "
-                "`num_replicas_in_sync` after its backward pass"
-            )
 
     # Losses.
 
@@ -224,15 +211,11 @@ class Share:
         """
         workers, one = self._transport.size, tf.ones([])
         rate = tf.cast(rate, tf.float32)
-        if self._model is None:
-            return Part(rate, one, workers)
-        stock = self._divided or _host.keras.has_step_of_keras(self._model)
-        if "sum" in self._losses or (stock and set(self._losses) == {"none"}):
+        if self._model is None or self._sums_rows:
             return Part(rate, one, workers)
         if not self._divided:
             self._say_undivided(self._model)
         whole = workers if self._divided else 1
-        self._refuse_late_division(whole)
         if self._local:
             if _host.keras.follows_schedule(optimizer):  # by steps of its own
                 rate = tf.constant(float("nan"))
