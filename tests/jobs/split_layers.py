@@ -86,7 +86,11 @@ def trained(
     evaluated = model.evaluate(x, y, batch_size=20, verbose=0)
     predicted = model.predict(x[:21], batch_size=20, verbose=0)
     whole = tf_dgc.joined(model) if split else model
-    kernels = [layer.kernel.shape[1] for layer in model.layers if is_dense(layer)]
+    kernels = [
+        (*layer.kernel.shape, getattr(layer, "by", "none"))
+        for layer in model.layers
+        if is_dense(layer)
+    ]
     return {
         "kernels": kernels,
         "classes": sorted({type(layer).__name__ for layer in whole.layers}),
