@@ -147,11 +147,19 @@ def alexnet(width: int = 4096, split: bool = False) -> Any:
 
     import tf_dgc
 
-    dense = tf_dgc.layers.SplitDense if split else keras.layers.Dense
-    model = keras.Sequential([keras.Input((width * 9 // 4,))])
-    for size in (width, width):
-        model.add(dense(size, activation="relu"))
-    model.add(dense(CLASSES, activation="softmax"))
+    def dense(units: int, activation: str, way: str) -> Any:
+        if split:
+            return tf_dgc.layers.SplitDense(units, activation, by=way)
+        return keras.layers.Dense(units, activation)
+
+    model = keras.Sequential(
+        [
+            keras.Input((width * 9 // 4,)),
+            dense(width, "relu", "rows"),  # the ways that `split_dense` chooses
+            dense(width, "relu", "columns"),
+            dense(CLASSES, "softmax", "rows"),
+        ]
+    )
     sgd = keras.optimizers.SGD(0.01, momentum=MOMENTUM)
     model.compile(sgd, "sparse_categorical_crossentropy")
     return model
@@ -160,18 +168,16 @@ def alexnet(width: int = 4096, split: bool = False) -> Any:
 def activations(workers: int, rows: int, width: int) -> float:
     """Returns the bytes of activations that a worker of split layers sends in a step.
 
-    Of N workers with m rows each, a layer of I inputs and U units sends its inputs to
-    N - 1 workers and their gradient back, which the first one does not need, and (N -
-    1) / N of its units and of their gradient. The last one sends the labels, three
-    numbers of each row of all, a gradient of each own row, and the bias's gradient,
-    instead of units; and each layer the number of rows.
+    Of N workers with m rows each, the first layer, by rows, sends N - 1 N-ths of its
+    inputs, and units to N - 1 workers and their gradient back; the second, by columns,
+    inputs to N - 1 workers and their gradient back; the third, by rows after columns,
+    units to N - 1 workers and their gradient back, and N - 1 N-ths of the gradient of
+    the second one's bias. The first two send their number of rows, too, of 8 bytes, and
+    all together a weight.
     """
-    inputs = [width * 9 // 4, width, width]
-    gathered = rows * (sum(inputs) + sum(inputs[1:]))
-    moved = rows * 2 * sum(inputs[1:]) + CLASSES
-    loss = rows * (2 + 3 * workers + 1) + 2 * len(inputs)
-    others = workers - 1
-    return 4.0 * (others * (gathered + loss) + others / workers * moved)
+    first = rows * (width * 9 // 4 / workers + 2 * width)
+    others = rows * 2 * (width + CLASSES) + width / workers
+    return 4.0 * (workers - 1) * (first + others + 5)
 
 
 def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,8 @@ from tf_dgc.exchanges.compressed import message_format
 from tf_dgc.lab import advise, measure, rates
 from tf_dgc.lab.advise import Network, Prediction, Traffic
 from tf_dgc.lab.measure import Measured
-from tf_dgc.lab.splitting import Split, split_of
+from tf_dgc.lab.splitting import Chain, Split, split_of
+from tf_dgc.layers import ways
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 
 SHAPES = [(100, 64), (64,), (64, 50), (3, 5)]
@@ -136,7 +137,8 @@ class FormulaTest(tf.test.TestCase):
         model = keras.Sequential([keras.Input((3, 2**11)), *layers])
         found = split_of(model, rows=4)
         m, inputs, units = 4 * 3, 2**11, 2**9
-        expected = Split(4 * inputs * units, 8 * m * inputs, 8 * m * units, 5)
+        form = ways.Form(inputs, units, ["columns", "rows"])
+        expected = Split(4 * inputs * units, 5, (Chain(m, (form,)),))
         self.assertEqual(found, expected)
         self.assertEqual(split_of(small(), 4), Split())
 
@@ -145,7 +147,7 @@ class FormulaTest(tf.test.TestCase):
         args = MEASURED, tensors._replace(split=found), config, 16, 4, Network(1e9)
         split = advise.predict(*args)["split"]
         rest = tensors.gradient_bytes - 4 * inputs * units
-        sent = 1.5 * rest + 3 * 8 * m * inputs + 0.75 * 8 * m * units
+        sent = 1.5 * rest + 3 * 8 * m * (inputs / 4 + units)  # by rows
         self.assertAlmostEqual(split.wire_bytes, sent)
         self.assertAlmostEqual(split.seconds, 1.0 + 8 * sent / 1e9)
         args = MEASURED, tensors, config, 16, 4, Network(1e9)

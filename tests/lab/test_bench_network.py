@@ -41,9 +41,10 @@ class SumsTest(unittest.TestCase):
                 self.assertEqual(found, expected)
 
     def test_split_layers_send_activations_once_and_their_gradients(self) -> None:
-        # Of 9-4-4-1000: inputs 17 and 8 of their gradients; units 8, there and back,
-        # and the last bias; labels 2, softmax 6, its gradient 1; numbers of rows 6.
-        expected = 4 * (17 + 8 + (8 + 8 + 1000) / 2 + 2 + 6 + 1 + 6)
+        # Of 9-4-4-1000 by rows, columns, rows: half of 9 inputs, 4 units, there and
+        # back; 4 inputs, there and back, half of the bias; 1000 units, there and back;
+        # two numbers of rows, a weight.
+        expected = 4 * (4.5 + 8 + 8 + 2 + 2000 + 5)
         self.assertEqual(bench_network.activations(2, 1, 4), expected)
 
     def test_join_takes_the_mean_of_bytes_and_the_slowest_of_an_exchange(self) -> None:

@@ -264,8 +264,9 @@ class WaysTest(parameterized.TestCase, tf.test.TestCase):
             return sent.arrays[0].size // kept * (workers - 1)
 
         after = by[0] == "columns"
-        forth = ways.numbers_sent(by[0], inputs, middle, workers, False)
-        forth += ways.numbers_sent(by[1], middle, units, workers, after)
+        one, other = ways.Form(inputs, middle), ways.Form(middle, units)
+        forth = ways.numbers_sent(by[0], one, workers, False)
+        forth += ways.numbers_sent(by[1], other, workers, after)
         # One row a worker, forth and back; nobody asks for the gradient of the inputs.
         expected = 2 * forth - (inputs if after else inputs / workers)
         for found in run_workers(workers, run):

@@ -31,6 +31,7 @@ def wanted() -> list[tuple[Any, str]]:
     generator = getattr(generator_data_adapter, "GeneratorDataAdapter", None)
     py_dataset = getattr(py_dataset_adapter, "PyDatasetAdapter", None)
     variable = getattr(resource_variable_ops, "BaseResourceVariable", None)
+    graph = getattr(functional, "Functional", None)
     return [
         (array_data_adapter, "ArrayDataAdapter"),
         (arrays, "_shuffle"),
@@ -46,7 +47,7 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.Model, "_flatten_layers"),
         (keras.Model, "_initial_epoch"),
         (functional, "Functional"),
-        (functional.Functional, "_nodes_by_depth"),
+        (graph, "_nodes_by_depth"),
         (masking, "get_keras_mask"),
         (masking, "set_keras_mask"),
         (keras.callbacks.ModelCheckpoint, "_batches_seen_since_last_saving"),

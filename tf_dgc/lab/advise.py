@@ -16,8 +16,9 @@ bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
                  + all-gather of the messages + all-reduce of the small tensors
     averaging    step + (a round + all-reduce of parameters and moving statistics
                  + all-gather of headers) / period
-    split        step + all-gather of the inputs of large dense layers, and back
-                 + all-to-all of their units, and back + all-reduce of the rest
+    split        step + activations of large dense layers, by columns or by rows as
+                 `tf_dgc.layers.ways` counts and chooses, and back
+                 + all-reduce of the rest
 
 Nothing of an exchange runs beside the backward pass in this package, so times add up.
 B is best measured while all workers send: then it holds what headers and processors
@@ -65,13 +66,11 @@ class Traffic(NamedTuple):
     gathered: float  # M, bytes of all-gathers
     reductions: float  # number of them
     gatherings: float
-    exchanged: float = 0  # bytes that are shared out to all workers
 
     def wire_bytes(self, workers: int) -> float:
         """Return the bytes that each of N workers sends, and receives; no headers."""
         ring = 2 * (workers - 1) / workers * self.reduced
-        shared = (workers - 1) / workers * self.exchanged
-        return ring + (workers - 1) * self.gathered + shared
+        return ring + (workers - 1) * self.gathered
 
     def seconds(self, workers: int, network: Network) -> float:
         """Return the seconds that N workers' wires are busy or waited for."""
@@ -108,9 +107,8 @@ def exchanges(
     }
     if (split := tensors.split).exchanges:
         rest = tensors.gradient_bytes - split.weight_bytes
-        found["split"] = Traffic(
-            rest, split.input_bytes, 1, split.exchanges, split.unit_bytes
-        )
+        activations = split.activation_bytes(workers)
+        found["split"] = Traffic(rest, activations, 1, split.exchanges)
     return found
 
 

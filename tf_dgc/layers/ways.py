@@ -9,8 +9,8 @@ Axes: N workers, m rows of a worker's batch, I inputs, U units.
 numbers sent in the forward pass, and as many in the backward one.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 
@@ -26,20 +26,76 @@ _ELEMENTWISE = (
 )
 
 
-def numbers_sent(way: str, inputs: int, units: int, workers: int, after: bool) -> float:
+class Form(NamedTuple):
+    """What the choice of a way depends on.
+
+    Attributes:
+        inputs: I.
+        units: U.
+        ways: those that are possible.
+    """
+
+    inputs: int
+    units: int
+    ways: Sequence[str] = tuple(WAYS)
+
+
+def numbers_sent(way: str, form: Form, workers: int, after: bool) -> float:
     """Return how many numbers go forth, for a row, to or from each other worker.
 
     Args:
         way: "columns" or "rows".
-        inputs: I.
-        units: U.
+        form: of the layer.
         workers: N.
-        after: whether a layer by columns before this one leaves its units away; what it
-            would have sent of them is taken off.
+        after: whether a layer by columns before this one leaves its units away from
+            home; what it would have sent of them is taken off.
     """
+    inputs, units, _ = form
     if way == "columns":
         return inputs + units / workers
     return units - inputs / workers if after else inputs / workers + units
+
+
+def cheapest(chain: Sequence[Form], workers: int) -> tuple[float, list[str]]:
+    """Choose the ways of layers, each of which hands its units to the next alone.
+
+    Returns:
+        The least sum of `numbers_sent`, and the ways.
+    """
+    best: dict[str, tuple[float, list[str]]] = {"": (0.0, [])}
+    for form in chain:
+        best = {
+            way: min(
+                (
+                    cost + numbers_sent(way, form, workers, last == "columns"),
+                    [*ways, way],
+                )
+                for last, (cost, ways) in best.items()
+            )
+            for way in form.ways
+        }
+    return min(best.values())
+
+
+def chains(model: keras.Model, is_large: Callable[[Any], bool]) -> list[list[Any]]:
+    """Return the large dense layers of a model, those together that form chains.
+
+    Args:
+        model: and models within it.
+        is_large: tells whether a layer is to be split.
+    """
+    layers = {id(e): e for e in _host.keras.layers_within(model) if is_large(e)}
+    after = {key: each for key, each in followers(model).items() if key in layers}
+    inner = {id(each) for each in after.values()}
+    found = []
+    for key, layer in layers.items():
+        if key in inner:
+            continue  # its chain begins before it
+        chain = [layer]
+        while id(follower := after.get(id(chain[-1]))) in layers:
+            chain.append(follower)
+        found.append(chain)
+    return found
 
 
 def chosen(
@@ -55,38 +111,17 @@ def chosen(
     Returns:
         "columns" or "rows", by the id of the layer.
     """
-    large = {id(each): each for each in _host.keras.layers_within(model)}
-    large = {key: each for key, each in large.items() if is_large(each)}
-    after = {key: next_ for key, next_ in followers(model).items() if key in large}
-    follows = {id(each) for each in after.values()}
     found: dict[int, str] = {}
-    for layer in large.values():
-        if id(layer) in follows:
-            continue  # its chain begins before it
-        chain = [layer]
-        while (follower := after.get(id(chain[-1]))) and id(follower) in large:
-            chain.append(follower)
-        ways = _cheapest(chain, workers)
-        found |= {id(each): way for each, way in zip(chain, ways, strict=True)}
+    for chain in chains(model, is_large):
+        _, ways = cheapest(list(map(form_of, chain)), workers)
+        found |= {id(layer): way for layer, way in zip(chain, ways, strict=True)}
     return found
 
 
-def _cheapest(chain: list[Any], workers: int) -> list[str]:
-    """Return the ways of layers, each of which hands its units to the next."""
-    best: dict[str, tuple[float, list[str]]] = {"": (0.0, [])}
-    for layer in chain:
-        inputs, units = layer.kernel.shape
-        best = {
-            way: min(
-                (
-                    cost + numbers_sent(way, inputs, units, workers, last == "columns"),
-                    [*ways, way],
-                )
-                for last, (cost, ways) in best.items()
-            )
-            for way in possible(layer)
-        }
-    return min(best.values())[1]
+def form_of(layer: keras.layers.Dense) -> Form:
+    """Return what the choice for a built layer depends on."""
+    inputs, units = layer.kernel.shape
+    return Form(inputs, units, possible(layer))
 
 
 def possible(layer: keras.layers.Dense) -> list[str]:
