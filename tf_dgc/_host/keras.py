@@ -111,6 +111,12 @@ def model_of(step: Any) -> keras.Model | None:
     return None
 
 
+def function_of(step: Any) -> Any:
+    """Return the function of a method, maybe one made a tf.function."""
+    step = getattr(step, "python_function", step)
+    return getattr(step, "__func__", step)
+
+
 def has_no_call(model: keras.Model) -> bool:
     """Tell whether a model is trained by its own `train_step` alone."""
     return type(model).call is keras.Model.call
@@ -123,6 +129,12 @@ def has_step_of_keras(model: keras.Model) -> bool:
         own.train_step is keras.Model.train_step
         and own.compute_loss is keras.Model.compute_loss
     )
+
+
+def is_of_keras(model: keras.Model, step: Any) -> bool:
+    """Tell whether the function of a model's step, and its loss, are of Keras."""
+    steps = keras.Model.train_step, keras.Model.test_step
+    return step in steps and type(model).compute_loss is keras.Model.compute_loss
 
 
 def strategy_of(thing: Any) -> tf.distribute.Strategy | None:

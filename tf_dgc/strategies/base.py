@@ -293,7 +293,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             optimizers.check_model(model, self)
         if self.share is not None and model is not None:
             step = functools.partial(super().run, fn, kwargs=kwargs, options=options)
-            return self.share.run(model, args, step)
+            return self.share.run(model, fn, args, step)
         alone = self._transport.size == 1
         if alone or getattr(fn, "__name__", "") != "one_step_on_data":
             return super().run(fn, args, kwargs, options)
