@@ -152,6 +152,29 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         for found in run_workers(3, on_worker):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
+    def test_a_batch_of_ones_own_is_predicted_and_trained_with_alone(self) -> None:
+        x, y = data(5)
+
+        def steps(strategy: Any, own: slice) -> Any:
+            model = made(Own)
+            if own.start == 0:  # others need not come
+                model.test_on_batch(x[own], y[own])
+            alone = model.predict_on_batch(x[own])
+            together = model.predict(x, batch_size=5, verbose=0)
+            tested = model.test_on_batch(x[own], y[own])
+            trained = x[own] if strategy else x, y[own] if strategy else y
+            model.train_on_batch(*trained)
+            return alone, together, tested, model.get_weights()
+
+        def work(transport: Loopback) -> Any:
+            own = slice(0, 4) if transport.rank == 0 else slice(4, 5)
+            strategy = tf_dgc.DenseStrategy(transport=transport)
+            with strategy.scope():
+                return own, steps(strategy, own)
+
+        for own, found in run_workers(2, work):
+            self.assertAllClose(found, steps(None, own), 1e-5, 1e-5)
+
     def test_a_division_nobody_could_foresee_is_refused(self) -> None:
         def work(transport: Loopback) -> None:
             with tf_dgc.DenseStrategy(transport=transport).scope():

@@ -25,6 +25,7 @@ from tf_dgc import _host, columns
 from tf_dgc.exchanges import Part
 from tf_dgc.strategies import division, slicing
 from tf_dgc.strategies.logs import Logs
+from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.transports import Transport
 
 _logger = logging.getLogger("tf_dgc")
@@ -37,7 +38,13 @@ class Share:
     may be called in many steps.
     """
 
-    def __init__(self, transport: Transport, clips_sum: bool, local: bool) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clips_sum: bool,
+        local: bool,
+        own_batches: OwnBatches,
+    ) -> None:
         """Create the variables, outside of any graph.
 
         Args:
@@ -45,6 +52,7 @@ class Share:
             clips_sum: whether optimizers clip what was exchanged, not what a worker
                 brings to the exchange.
             local: whether a step is this worker's alone.
+            own_batches: tells of what else is.
         """
         self._transport = transport
         self._local = local
@@ -56,6 +64,7 @@ class Share:
                 for value in (1.0, 1.0, 0.0)
             )
         self.logs = Logs(transport)
+        self._own_batches = own_batches
         self._model: keras.Model | None = None  # whose step runs
         self._leaves = self._left = False  # whether means of Keras are not divided
         self._may_be_empty = False
@@ -75,12 +84,14 @@ class Share:
         Args:
             model: of the user.
             method: of the model, which the step calls.
-            args: of the step; tensors with rows along the first axis, or anything.
+            args: of the step; tensors or arrays with rows along the first axis, or
+                anything.
             step: takes such arguments.
 
         Returns:
             What the step returns.
         """
+        args = slicing.as_tensors(args)
         rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
         self._model, self._divided, self._losses = model, False, []
@@ -165,20 +176,22 @@ class Share:
         """
         weight, whole = self._weighting()
         self._factored = whole
-        return self._gathered(weight, whole)
 
-    def _gathered(self, weight: tf.Tensor, whole: int) -> tf.Tensor:
-        """Return what the workers have of a sum of weights, times `whole`."""
+        def factors() -> tf.Tensor:
+            found = self._transport.all_gather(weight, "row_weights")
+            return _shares(found, whole)
+
+        return self._once(str(whole), factors)
+
+    def _once(self, kind: str, make: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Return what is the same wherever it is asked for, in the step that runs."""
+        if self._model is None:
+            return make()
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        key = (graph, whole, *self._losses)
-        if self._model is not None and key in self._factors:
-            return self._factors[key]
-        found = self._transport.all_gather(weight, "row_weights")
-        total = tf.reduce_sum(found)
-        factors = tf.math.divide_no_nan(float(whole) * found, total)
-        if self._model is not None:
-            self._factors[key] = factors
-        return factors
+        key = (graph, kind, *self._losses)
+        if key not in self._factors:
+            self._factors[key] = make()
+        return self._factors[key]
 
     def _weighting(self) -> tuple[tf.Tensor, int]:
         """Return what this worker's rows count, and N or 1; see `Part`."""
@@ -262,9 +275,17 @@ class Share:
         """
         if self._model is None or self._local or _host.tensorflow.is_in_branch():
             return None
-        workers = self._transport.size
+        workers, rank = self._transport.size, self._transport.rank
         weight, _ = self._weighting()
-        return self._gathered(weight, workers)[self._transport.rank]
+
+        def gathered() -> tf.Tensor:
+            return self._transport.all_gather(weight, "mean_weights")
+
+        def found() -> tf.Tensor:
+            alone = self._own_batches.alone
+            return tf.cond(alone, lambda: tf.ones([workers]), gathered)
+
+        return self._once("mean", lambda: _shares(found(), workers))[rank]
 
     # The exchange.
 
@@ -356,3 +377,8 @@ def run_with_a_row(
 
     tf.cond(count == 0, put_back, lambda: None)
     return result, count
+
+
+def _shares(weights: tf.Tensor, whole: int) -> tf.Tensor:
+    """Return what each has of a sum of weights, times `whole`."""
+    return tf.math.divide_no_nan(float(whole) * weights, tf.reduce_sum(weights))
