@@ -157,13 +157,13 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
 
         def steps(strategy: Any, own: slice) -> Any:
             model = made(Own)
-            if own.start == 0:  # others need not come
-                model.test_on_batch(x[own], y[own])
             alone = model.predict_on_batch(x[own])
             together = model.predict(x, batch_size=5, verbose=0)
             tested = model.test_on_batch(x[own], y[own])
             trained = x[own] if strategy else x, y[own] if strategy else y
             model.train_on_batch(*trained)
+            if own.start == 0:  # others need not come
+                model.test_on_batch(x[own], y[own])
             return alone, together, tested, model.get_weights()
 
         def work(transport: Loopback) -> Any:
