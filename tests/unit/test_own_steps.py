@@ -18,7 +18,7 @@ class Own(keras.Model):
     how = "guide"
 
     def train_step(self, data: Any) -> Any:
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             outputs = self(x, training=True)
             loss = self.loss_of(y, outputs)
@@ -27,7 +27,7 @@ class Own(keras.Model):
         return self.told(y, outputs, loss)
 
     def test_step(self, data: Any) -> Any:
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         outputs = self(x, training=False)
         return self.told(y, outputs, self.loss_of(y, outputs))
 
