@@ -72,8 +72,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "generator": keras.random.SeedGenerator.next, which is public;
             "arrays": keras/src/trainers/data_adapters/array_data_adapter.py:
             ArrayDataAdapter.get_tf_dataset, which calls tf.random.shuffle;
-            "fit", "evaluate", "predict", "predict on batch", "test on batch": of
-            keras.Model, which are public;
+            "fit", "evaluate", "predict", "predict on batch": of keras.Model, which are
+            public;
             "build": KB/tensorflow/trainer.py: _maybe_symbolic_build(iterator,
             data_batch), in which `fit`, `evaluate` and their kin read a batch to build
             the model, whatever scope that is of;
@@ -115,7 +115,6 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "evaluate": (keras.Model, "evaluate"),
         "predict": (keras.Model, "predict"),
         "predict on batch": (keras.Model, "predict_on_batch"),
-        "test on batch": (keras.Model, "test_on_batch"),
         "build": (keras.Model, "_maybe_symbolic_build"),
         "compile": (keras.Model, "compile"),
         "train function": (keras.Model, "make_train_function"),

@@ -74,8 +74,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             _of_several.add(self)
             _host.hooks.hook_share()
             clips_sum = not isinstance(config, DGCConfig)
-            self.own_batches = own = OwnBatches(self._transport)
-            self.share = Share(self._transport, clips_sum, not self.lockstep, own)
+            self.share = Share(self._transport, clips_sum, not self.lockstep)
+            self.own_batches = OwnBatches(self._transport)
             self.extended.share_seed()
             atexit.register(self.extended.warn_if_unused)
 

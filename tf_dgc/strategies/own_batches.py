@@ -1,7 +1,7 @@
-"""Batches that are this worker's own: what a model gives for them, it gives alone.
+"""Batches that are this worker's own: what a model predicts of them, it predicts alone.
 
-Keras calls functions that are traced once, in `predict` and `evaluate`, whose batches
-are those of all workers, and in `predict_on_batch` and `test_on_batch`, whose are not.
+Keras calls one function, traced once, in `predict`, whose batches are those of all
+workers, and in `predict_on_batch`, whose are not.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,7 @@ class OwnBatches:
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             self._alone = tf.Variable(False, trainable=False, synchronization=own)
-        _host.hooks.wrap("predict on batch", _alone)
-        _host.hooks.wrap("test on batch", _alone)
-
-    @property
-    def alone(self) -> tf.Tensor:
-        """Whether the others have nothing to do with it: shape [], bool."""
-        with tf.device("CPU:0"):
-            return self._alone.read_value()
+        _host.hooks.wrap("predict on batch", _predict_on_batch)
 
     def predict(self, args: Any, step: Callable[[Any], Any]) -> Any:
         """Return the outputs of a step, of all workers or of this one.
@@ -45,7 +38,8 @@ class OwnBatches:
             step: takes such arguments.
         """
         args, count = slicing.at_least_one_row(slicing.as_tensors(args))
-        alone = self.alone
+        with tf.device("CPU:0"):
+            alone = self._alone.read_value()
 
         def outputs_of(rows: tf.Tensor) -> tf.Tensor:
             own = rows[:count]
@@ -66,7 +60,9 @@ class OwnBatches:
             self._alone.assign(False)
 
 
-def _alone(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _predict_on_batch(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
     own = getattr(_host.keras.strategy_of(model), "own_batches", None)
     if own is None:
         return original(model, *args, **kwargs)

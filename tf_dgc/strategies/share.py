@@ -25,7 +25,6 @@ from tf_dgc import _host, columns
 from tf_dgc.exchanges import Part
 from tf_dgc.strategies import division, slicing
 from tf_dgc.strategies.logs import Logs
-from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.transports import Transport
 
 _logger = logging.getLogger("tf_dgc")
@@ -38,13 +37,7 @@ class Share:
     may be called in many steps.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        clips_sum: bool,
-        local: bool,
-        own_batches: OwnBatches,
-    ) -> None:
+    def __init__(self, transport: Transport, clips_sum: bool, local: bool) -> None:
         """Create the variables, outside of any graph.
 
         Args:
@@ -52,7 +45,6 @@ class Share:
             clips_sum: whether optimizers clip what was exchanged, not what a worker
                 brings to the exchange.
             local: whether a step is this worker's alone.
-            own_batches: tells of what else is.
         """
         self._transport = transport
         self._local = local
@@ -64,7 +56,6 @@ class Share:
                 for value in (1.0, 1.0, 0.0)
             )
         self.logs = Logs(transport)
-        self._own_batches = own_batches
         self._model: keras.Model | None = None  # whose step runs
         self._leaves = self._left = False  # whether means of Keras are not divided
         self._may_be_empty = False
@@ -278,12 +269,8 @@ class Share:
         workers, rank = self._transport.size, self._transport.rank
         weight, _ = self._weighting()
 
-        def gathered() -> tf.Tensor:
-            return self._transport.all_gather(weight, "mean_weights")
-
         def found() -> tf.Tensor:
-            alone = self._own_batches.alone
-            return tf.cond(alone, lambda: tf.ones([workers]), gathered)
+            return self._transport.all_gather(weight, "mean_weights")
 
         return self._once("mean", lambda: _shares(found(), workers))[rank]
 
