@@ -1,5 +1,6 @@
 """Steps of the user's own, as guides have them: threads against plain Keras."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -174,6 +175,30 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
 
         for own, found in run_workers(2, work):
             self.assertAllClose(found, steps(None, own), 1e-5, 1e-5)
+
+    def test_metrics_made_outside_of_the_scope_count_the_rows_of_all(self) -> None:
+        x, y = data(13)
+
+        def work(strategy: Any) -> Any:
+            mae, auc = keras.metrics.MeanAbsoluteError(), keras.metrics.AUC(name="auc")
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = made(keras.Model, metrics=[mae], weighted_metrics=[auc])
+            fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
+            seen = model.fit(x, y, **fit, validation_data=(x[:3], y[:3]))
+            return seen.history, model.evaluate(x, y, verbose=0), mae.result()
+
+        expected = work(None)
+        for found in run_workers(2, lambda t: work(tf_dgc.DenseStrategy(transport=t))):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_metrics_of_no_model_made_outside_of_the_scope_are_refused(self) -> None:
+        def work(transport: Loopback) -> None:
+            mean = keras.metrics.Mean(name="seen")
+            strategy = tf_dgc.DenseStrategy(transport=transport)
+            strategy.run(lambda: mean.update_state(1.0))
+
+        for error in outcomes(2, work):
+            self.assertRegex(str(error), "'seen/total' of a metric.*`with strategy.sc")
 
     def test_a_division_nobody_could_foresee_is_refused(self) -> None:
         def work(transport: Loopback) -> None:

@@ -85,6 +85,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "clip": _clip_gradients beside it, before the reduction;
             "initialize": KB/tensorflow/core.py: Variable._initialize_with_initializer,
             which makes the variable of TensorFlow;
+            "assign": keras.Variable.assign(value), which is public;
             "build embedding", "look up": keras.layers.Embedding.build and call, which
             are public;
             "save embedding", "load embedding", "save optimizer", "load optimizer":
@@ -120,6 +121,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "train function": (keras.Model, "make_train_function"),
         "apply": (keras.optimizers.Optimizer, "_backend_apply_gradients"),
         "initialize": (keras.Variable, "_initialize_with_initializer"),
+        "assign": (keras.Variable, "assign"),
         "build embedding": (keras.layers.Embedding, "build"),
         "look up": (keras.layers.Embedding, "call"),
         "save embedding": (keras.layers.Embedding, "save_own_variables"),

@@ -62,6 +62,7 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.optimizers.Optimizer, "_overwrite_model_variables_with_average_value"),
         (keras.optimizers.Optimizer, "_trainable_variables"),
         (keras.optimizers.Optimizer, "_update_model_variables_moving_average"),
+        (keras.Variable, "_initialize"),
         (keras.Variable, "_value"),
     ]
 
@@ -269,6 +270,14 @@ def mover_of(variable: keras.Variable) -> Callable[[Any], None]:
         variable._value = value
 
     return move
+
+
+def make_again(variable: keras.Variable, value: Any) -> None:
+    """Let a variable of Keras make another one of TensorFlow, with another value.
+
+    KB/tensorflow/core.py: Variable._initialize.
+    """
+    variable._initialize(value)
 
 
 def plain(variable: Any) -> Any:

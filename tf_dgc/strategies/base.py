@@ -20,7 +20,7 @@ from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import files
+from tf_dgc.strategies import adopted, files
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
@@ -73,6 +73,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._transport.size > 1:
             _of_several.add(self)
             _host.hooks.hook_share()
+            adopted.install()
             clips_sum = not isinstance(config, DGCConfig)
             self.share = Share(self._transport, clips_sum, not self.lockstep)
             self.own_batches = OwnBatches(self._transport)
@@ -295,6 +296,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if model is not None:
             optimizers.check_model(model, self)
         if self.share is not None and model is not None:
+            adopted.take_over(model, self)
             step = functools.partial(super().run, fn, kwargs=kwargs, options=options)
             return self.share.run(model, fn, args, step)
         predicts = getattr(fn, "__name__", "") == "one_step_on_data"
