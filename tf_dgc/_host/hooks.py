@@ -1,5 +1,6 @@
 """What is put around functions of TensorFlow and Keras, for all of this process."""
 
+import contextvars
 import functools
 import inspect
 import operator
@@ -34,6 +35,7 @@ def wanted() -> list[tuple[Any, str]]:
         (py_dataset_adapter, "random"),
         (EpochIterator, "_enumerate_iterator"),
         (loss_module, "reduce_weighted_values"),
+        (loss_module, "scale_loss_for_distribution"),
         (loss_module, "unscale_loss_for_distribution"),
         (keras.Model, "_get_metrics_result_or_logs"),
         (keras.Model, "_maybe_symbolic_build"),
@@ -70,7 +72,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "generator": keras.random.SeedGenerator.next, which is public;
             "arrays": keras/src/trainers/data_adapters/array_data_adapter.py:
             ArrayDataAdapter.get_tf_dataset, which calls tf.random.shuffle;
-            "fit", "evaluate", "predict": of keras.Model, which are public;
+            "fit", "evaluate", "predict", "predict on batch": of keras.Model, which are
+            public;
             "build": KB/tensorflow/trainer.py: _maybe_symbolic_build(iterator,
             data_batch), in which `fit`, `evaluate` and their kin read a batch to build
             the model, whatever scope that is of;
@@ -82,6 +85,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "clip": _clip_gradients beside it, before the reduction;
             "initialize": KB/tensorflow/core.py: Variable._initialize_with_initializer,
             which makes the variable of TensorFlow;
+            "assign": keras.Variable.assign(value), which is public;
             "build embedding", "look up": keras.layers.Embedding.build and call, which
             are public;
             "save embedding", "load embedding", "save optimizer", "load optimizer":
@@ -92,11 +96,14 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             takes the logs of a worker's last step where names of metrics do not fit;
             "steps": keras/src/trainers/epoch_iterator.py: _enumerate_iterator, which
             yields the steps of an epoch and the iterator that they are read from;
-            "loss scale": keras/src/losses/loss.py: unscale_loss_for_distribution;
+            "loss division", "loss scale": keras/src/losses/loss.py:
+            scale_loss_for_distribution and unscale_loss_for_distribution;
             "loss": reduce_weighted_values beside it, which alone knows by what a loss
             is divided;
             "loss call": keras.losses.Loss.__call__(y_true, y_pred, sample_weight),
             which is public;
+            "mean": keras.metrics.Mean.update_state(values, sample_weight), which is
+            public;
             "average loss": tf.nn.compute_average_loss, which is public.
         hook: gets the function that was there before, and its arguments.
     """
@@ -108,11 +115,13 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "fit": (keras.Model, "fit"),
         "evaluate": (keras.Model, "evaluate"),
         "predict": (keras.Model, "predict"),
+        "predict on batch": (keras.Model, "predict_on_batch"),
         "build": (keras.Model, "_maybe_symbolic_build"),
         "compile": (keras.Model, "compile"),
         "train function": (keras.Model, "make_train_function"),
         "apply": (keras.optimizers.Optimizer, "_backend_apply_gradients"),
         "initialize": (keras.Variable, "_initialize_with_initializer"),
+        "assign": (keras.Variable, "assign"),
         "build embedding": (keras.layers.Embedding, "build"),
         "look up": (keras.layers.Embedding, "call"),
         "save embedding": (keras.layers.Embedding, "save_own_variables"),
@@ -123,9 +132,11 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "clip": (keras.optimizers.Optimizer, "_clip_gradients"),
         "logs": (keras.Model, "_get_metrics_result_or_logs"),
         "steps": (EpochIterator, "_enumerate_iterator"),
+        "loss division": (loss_module, "scale_loss_for_distribution"),
         "loss scale": (loss_module, "unscale_loss_for_distribution"),
         "loss": (loss_module, "reduce_weighted_values"),
         "loss call": (keras.losses.Loss, "__call__"),
+        "mean": (keras.metrics.Mean, "update_state"),
         "average loss": (tf.nn, "compute_average_loss"),
     }[name]
     if inspect.isclass(owner):
@@ -192,8 +203,11 @@ def hook_share() -> None:
     wrap("apply", _apply_own_gradients)
     wrap("clip", _leave_to_the_exchange)
     wrap("logs", _agree_on_logs)
+    wrap("evaluate", _note_evaluation)
+    wrap("loss division", _leave_undivided)
     wrap("loss scale", _keep_undivided)
     wrap("loss", _note_loss)
+    wrap("mean", _weigh_scalar)
     # What is divided by a global batch is to be summed.
     wrap("average loss", _note_average)
 
@@ -261,12 +275,30 @@ def _leave_to_the_exchange(
     return original(optimizer, grads)
 
 
+_evaluates = contextvars.ContextVar("tf_dgc_evaluates", default=False)
+
+
+def _note_evaluation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    token = _evaluates.set(True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _evaluates.reset(token)
+
+
 def _agree_on_logs(original: Callable[..., Any], model: Any, logs: Any) -> Any:
     found = original(model, logs)
     share = _share_of(model.distribute_strategy)
     if share is None or found is not logs or not isinstance(logs, dict):
         return found
-    return share.agree_on_logs(logs)
+    return share.agree_on_logs(logs, model, _evaluates.get())
+
+
+def _leave_undivided(original: Callable[..., Any], value: Any) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None and share.leave_undivided():
+        return value
+    return original(value)
 
 
 def _keep_undivided(original: Callable[..., Any], value: Any) -> Any:
@@ -274,6 +306,16 @@ def _keep_undivided(original: Callable[..., Any], value: Any) -> Any:
     if share is not None and share.undivided:
         return value
     return original(value)
+
+
+def _weigh_scalar(
+    original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    rank = tf.TensorShape(getattr(values, "shape", ())).rank
+    if share is not None and sample_weight is None and rank == 0:
+        sample_weight = share.weight_of_mean()
+    return original(metric, values, sample_weight)
 
 
 def _note_average(

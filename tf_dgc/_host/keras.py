@@ -69,6 +69,7 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.optimizers.Optimizer, "_overwrite_model_variables_with_average_value"),
         (keras.optimizers.Optimizer, "_trainable_variables"),
         (keras.optimizers.Optimizer, "_update_model_variables_moving_average"),
+        (keras.Variable, "_initialize"),
         (keras.Variable, "_value"),
     ]
 
@@ -116,6 +117,12 @@ def model_of(step: Any) -> keras.Model | None:
         if isinstance(owner, keras.Model):
             return owner
     return None
+
+
+def function_of(step: Any) -> Any:
+    """Return the function of a method, maybe one made a tf.function."""
+    step = getattr(step, "python_function", step)
+    return getattr(step, "__func__", step)
 
 
 def has_no_call(model: keras.Model) -> bool:
@@ -177,6 +184,12 @@ def copy_mask(source: Any, target: Any) -> None:
     mask = masking.get_keras_mask(source)
     if mask is not None:
         masking.set_keras_mask(target, mask)
+
+
+def is_of_keras(model: keras.Model, step: Any) -> bool:
+    """Tell whether the function of a model's step, and its loss, are of Keras."""
+    steps = keras.Model.train_step, keras.Model.test_step
+    return step in steps and type(model).compute_loss is keras.Model.compute_loss
 
 
 def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
@@ -311,6 +324,14 @@ def mover_of(variable: keras.Variable) -> Callable[[Any], None]:
         variable._value = value
 
     return move
+
+
+def make_again(variable: keras.Variable, value: Any) -> None:
+    """Let a variable of Keras make another one of TensorFlow, with another value.
+
+    KB/tensorflow/core.py: Variable._initialize.
+    """
+    variable._initialize(value)
 
 
 def plain(variable: Any) -> Any:

@@ -186,6 +186,15 @@ def outermost_function_graph() -> Any:
     return graph
 
 
+def is_in_branch() -> bool:
+    """Tell whether what is traced may not run in each call: of a branch, or a loop.
+
+    tensorflow/python/framework/func_graph.py: FuncGraph, of which those are subclasses.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return not tf.executing_eagerly() and type(graph) is not tf.__internal__.FuncGraph
+
+
 def compiled_by_xla() -> bool:
     """Tell whether XLA is to compile what is being traced, as `jit_compile` asks.
 

@@ -20,9 +20,10 @@ from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import files, slicing
+from tf_dgc.strategies import adopted, files
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
+from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.strategies.share import Share
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
@@ -54,6 +55,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._ledger = Ledger(mesh.voices, make)
         self._warned: set[str] = set()
         self.share: Share | None = None  # of a step, where there are several workers
+        self.own_batches: OwnBatches | None = None
         record = {
             "strategy": type(self).__name__,
             "tf_dgc": __version__,
@@ -71,8 +73,10 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._transport.size > 1:
             _of_several.add(self)
             _host.hooks.hook_share()
+            adopted.install()
             clips_sum = not isinstance(config, DGCConfig)
             self.share = Share(self._transport, clips_sum, not self.lockstep)
+            self.own_batches = OwnBatches(self._transport)
             self.extended.share_seed()
             atexit.register(self.extended.warn_if_unused)
 
@@ -293,18 +297,14 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if model is not None:
             optimizers.check_model(model, self)
         if self.share is not None and model is not None:
+            adopted.take_over(model, self)
             step = functools.partial(super().run, fn, kwargs=kwargs, options=options)
-            return self.share.run(model, args, step)
-        alone = self._transport.size == 1
-        if alone or getattr(fn, "__name__", "") != "one_step_on_data":
+            return self.share.run(model, fn, args, step)
+        predicts = getattr(fn, "__name__", "") == "one_step_on_data"
+        if self.own_batches is None or not predicts:
             return super().run(fn, args, kwargs, options)
-        # Model.predict: each worker has the rows of its own share, maybe none.
-        args, count = slicing.at_least_one_row(args)
-        outputs = super().run(fn, args, kwargs, options)
-        return tf.nest.map_structure(
-            lambda rows: self._transport.all_gather_ragged(rows[:count], "predict"),
-            outputs,
-        )
+        step = functools.partial(super().run, fn, kwargs=kwargs, options=options)
+        return self.own_batches.predict(args, step)
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Give each warning once."""

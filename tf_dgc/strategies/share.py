@@ -7,6 +7,9 @@ sums would do if all had as many rows:
     sum of (n / sum of n) * g         it was not: a mean of an own `train_step`
     sum of g                          it was not a mean, but a sum of rows
 
+In a step of the user's own Keras leaves its means undivided, so that what is added to
+them, or told by a metric, is what one process computes; unless the step divides itself.
+
 Where a loss is divided by less than all rows, as with masks, n is what it is divided
 by. A worker without rows computes with a row of zeros, which counts nothing.
 """
@@ -16,13 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, bands
 from tf_dgc.exchanges import Part
-from tf_dgc.strategies import slicing
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.strategies import division, slicing
+from tf_dgc.strategies.logs import Logs
+from tf_dgc.transports import Transport
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -52,7 +55,9 @@ class Share:
                 tf.Variable(value, trainable=False, synchronization=own)
                 for value in (1.0, 1.0, 0.0)
             )
+        self.logs = Logs(transport)
         self._model: keras.Model | None = None  # whose step runs
+        self._leaves = self._left = False  # whether means of Keras are not divided
         self._may_be_empty = False
         self._divided = False  # whether anybody has asked for N in this step
         self._losses: list[str] = []  # kinds, in this step; see `note_loss`
@@ -61,26 +66,38 @@ class Share:
 
     # Steps.
 
-    def run(self, model: keras.Model, args: Any, step: Callable[[Any], Any]) -> Any:
+    def run(
+        self, model: keras.Model, method: Any, args: Any, step: Callable[[Any], Any]
+    ) -> Any:
         """Run a step of a model.
 
         Args:
             model: of the user.
-            args: of the step; tensors with rows along the first axis, or anything.
+            method: of the model, which the step calls.
+            args: of the step; tensors or arrays with rows along the first axis, or
+                anything.
             step: takes such arguments.
 
         Returns:
             What the step returns.
         """
+        args = slicing.as_tensors(args)
         rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
         self._model, self._divided, self._losses = model, False, []
         self._factors = {}
-        try:
-            self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
+        function = _host.keras.function_of(method)
+        self._leaves = not division.is_left_to_keras(model, function)
+        self._left = False
+
+        def run() -> Any:
             if not self._may_be_empty:
                 return step(args)
             return run_with_a_row(model, args, step)[0]
+
+        try:
+            self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
+            return self.logs.noted(model, function.__name__ == "test_step", run)
         finally:
             self._model, self._may_be_empty = None, False
             self._factors = {}
@@ -135,25 +152,26 @@ class Share:
     # Parts of weights, of which no other worker has a gradient.
 
     def factors(self) -> tf.Tensor:
-        """Return what the gradients of each worker's rows count in a mean over all.
+        """Return what the rows of each worker count in a mean over all.
 
-        All workers call this, in a backward pass. What is applied is multiplied by
-        `Part.whole`, as of other gradients.
+        All workers call this, in a step. What is applied of gradients is multiplied by
+        `Part.whole`, as elsewhere.
 
         Returns:
             shape [N], float32; 0 for a worker without rows.
         """
-        weight = self._weight()
+
+        def shares() -> tf.Tensor:
+            found = self._transport.all_gather(self._weight(), "row_weights")
+            return tf.math.divide_no_nan(found, tf.reduce_sum(found))
+
+        if self._model is None:
+            return shares()
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        key = (graph, *self._losses)
-        if self._model is not None and key in self._factors:
-            return self._factors[key]
-        found = self._transport.all_gather(weight, "row_weights")
-        total = tf.reduce_sum(found)
-        factors = tf.math.divide_no_nan(found, total)
-        if self._model is not None:
-            self._factors[key] = factors
-        return factors
+        key = (graph, self._sums_rows, *self._losses)
+        if key not in self._factors:
+            self._factors[key] = shares()
+        return self._factors[key]
 
     def _weight(self) -> tf.Tensor:
         """Return what this worker's rows count; see `Part`."""
@@ -179,12 +197,30 @@ class Share:
     def note_division(self) -> None:
         """Note that somebody divides by N, in the step that runs."""
         self._divided = True
+        self._refuse_what_is_left()
+
+    def leave_undivided(self) -> bool:
+        """Tell whether Keras is to leave a loss, which it asks for, as it is."""
+        if not self._leaves or not self.undivided:
+            return False
+        self._left = True
+        return True
 
     @property
     def undivided(self) -> bool:
         """Whether a step runs whose loss is a mean that nobody divides by N."""
         means = self._model is not None and "sum" not in self._losses
         return means and not self._divided
+
+    def _refuse_what_is_left(self) -> None:
+        if self._model is None or not self._left:
+            return
+        raise RuntimeError(
+            "What a step divides by the number of workers, or adds up, must not come "
+            "after a mean of Keras, which is divided only where the step is known to "
+            f"do so. Received: a step of {self._model.name!r}. Read "
+            "`strategy.num_replicas_in_sync` in its first line"
+        )
 
     def note_loss(self, kind: str, counted: Callable[[], tf.Tensor]) -> None:
         """Note by what a loss is divided.
@@ -197,8 +233,23 @@ class Share:
         if self._model is None:
             return
         self._losses.append(kind)
+        if kind == "sum":
+            self._refuse_what_is_left()
         if kind == "own":
             self._counted.assign(tf.cast(counted(), tf.float32))
+
+    def weight_of_mean(self) -> tf.Tensor | None:
+        """Return what one number of this worker's rows counts beside those of others.
+
+        All workers call this in a step; their weights add up to N.
+
+        Returns:
+            shape [], float32; None where all count alike.
+        """
+        if self._model is None or self._local or _host.tensorflow.is_in_branch():
+            return None
+        workers, rank = self._transport.size, self._transport.rank
+        return workers * self.factors()[rank]
 
     # The exchange.
 
@@ -213,7 +264,7 @@ class Share:
         rate = tf.cast(rate, tf.float32)
         if self._model is None or self._sums_rows:
             return Part(rate, one, workers)
-        if not self._divided:
+        if not self._divided and not self._left:
             self._say_undivided(self._model)
         whole = workers if self._divided else 1
         if self._local:
@@ -257,23 +308,14 @@ class Share:
             self._said.add(warning)
             _logger.warning(warning)
 
-    # Logs.
-
-    def agree_on_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the same logs of a step on all workers, which call this.
-
-        Args:
-            logs: of the last step of this worker.
-
-        Returns:
-            Of all that have rows, the mean by rows of what is a number; the chief's
-            of what is not, or this worker's own where it cannot be told.
-        """
-        own = {name: _as_json(value) for name, value in logs.items()}
-        rows = float(self._rows) if logs else 0.0
-        found = handshake.tell(self._transport, "logs", {"rows": rows, "logs": own})
-        names = list(dict.fromkeys(name for told in found for name in told["logs"]))
-        return {name: _agreed(name, logs.get(name), found) for name in names}
+    def agree_on_logs(
+        self,
+        logs: dict[str, Any],
+        model: keras.Model | None = None,
+        testing: bool = False,
+    ) -> dict[str, Any]:
+        """Return the same logs of a step on all workers; see `Logs.agree`."""
+        return self.logs.agree(logs, float(self._rows), model, testing)
 
 
 def run_with_a_row(
@@ -295,38 +337,3 @@ def run_with_a_row(
 
     tf.cond(count == 0, put_back, lambda: None)
     return result, count
-
-
-def _as_json(value: Any) -> Any:
-    """Return a number, or list of numbers, or text; None of what is nothing such."""
-    if isinstance(value, str):
-        return value
-    if tf.is_tensor(value) and value.dtype == tf.bfloat16:
-        value = tf.cast(value, tf.float32)  # which NumPy does not know
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError):
-        return None
-    if array.dtype.kind not in "fiub":
-        return None
-    return array.tolist()
-
-
-def _agreed(name: str, own: Any, found: list[dict[str, Any]]) -> Any:
-    """Return what all take for a value that each has told, or None."""
-    told = [each["logs"].get(name) for each in found]
-    if all(value == told[0] for value in told) and own is not None:
-        # Keras does not make a number of a tensor of bfloat16, for callbacks.
-        return float(told[0]) if isinstance(told[0], int | float) else own
-    rows = np.array([float(each["rows"]) for each in found])
-    counts = [
-        (value, n)
-        for value, n in zip(told, rows, strict=True)
-        if value is not None and not isinstance(value, str) and n > 0
-    ]
-    try:
-        values = np.array([value for value, _ in counts], np.float64)
-        mean = np.average(values, axis=0, weights=[n for _, n in counts])
-    except (TypeError, ValueError, ZeroDivisionError):
-        return next((value for value in told if value is not None), own)
-    return float(mean) if mean.ndim == 0 else mean

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -34,6 +35,21 @@ def bounds(count: tf.Tensor, rank: Any, size: int) -> tuple[tf.Tensor, tf.Tensor
     each, more = count // size, count % size
     start = rank * each + tf.minimum(rank, more)
     return start, start + each + tf.cast(rank < more, count.dtype)
+
+
+def as_tensors(structure: Any) -> Any:
+    """Return a structure with tensors for its arrays, as steps that are traced see it.
+
+    Keras gives what `train_on_batch` takes to eager steps as it is.
+    """
+    return tf.nest.map_structure(
+        lambda part: (
+            tf.convert_to_tensor(part)
+            if isinstance(part, np.ndarray) and part.dtype != object
+            else part
+        ),
+        structure,
+    )
 
 
 def row_count(structure: Any) -> Any:

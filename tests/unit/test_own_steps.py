@@ -1,0 +1,213 @@
+"""Steps of the user's own, as guides have them: threads against plain Keras."""
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+from loopback import Loopback, outcomes, run_workers
+
+import tf_dgc
+
+
+class Own(keras.Model):
+    """What is written once for training and evaluation, in several ways."""
+
+    how = "guide"
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.loss_of(y, outputs)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.told(y, outputs, loss)
+
+    def test_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = self(x, training=False)
+        return self.told(y, outputs, self.loss_of(y, outputs))
+
+    def loss_of(self, y: Any, outputs: Any) -> Any:
+        loss = self.compute_loss(y=y, y_pred=outputs)
+        if self.how == "mixed":
+            loss += 0.5 * keras.ops.mean(keras.ops.abs(outputs - y))
+        return loss
+
+    def told(self, y: Any, outputs: Any, loss: Any) -> Any:
+        if self.how in ("value", "mixed"):
+            return {"value": loss}
+        for metric in self.metrics:
+            if isinstance(metric, keras.metrics.Mean) and "mae" not in metric.name:
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, outputs)
+        if self.how == "renamed":
+            total, mae = self.metrics
+            return {"total": total.result(), "more": {"error": mae.result()}}
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class Tracking(Own):
+    how = "renamed"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.total = keras.metrics.Mean(name="of_all")
+        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self) -> Any:
+        return [self.total, self.mae]
+
+
+class Hiding(Own):
+    def train_step(self, data: Any) -> Any:
+        self.compute_loss(y=data[1], y_pred=self(data[0]))
+        return {"n": getattr(tf.distribute.get_strategy(), "num_" + "replicas_in_sync")}
+
+
+def data(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(rows, 6)).astype("float32")
+    return x, (x[:, :1] + x[:, 1:2] > 0).astype("float32")
+
+
+def made(kind: Any, **kwargs: Any) -> Any:
+    inputs = keras.Input((6,))
+    normal = keras.initializers.RandomNormal(seed=1)
+    options = {"kernel_initializer": normal, "kernel_regularizer": "l2"}
+    hidden = keras.layers.Dense(5, activation="tanh", **options)(inputs)
+    outputs = keras.layers.Dense(1, kernel_initializer="ones")(hidden)
+    model = kind(inputs, outputs)
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(sgd, "mse", run_eagerly=True, **kwargs)
+    return model
+
+
+def strategies(transport: Loopback) -> list[Any]:
+    config = tf_dgc.DGCConfig(sparsity=0.0, momentum_masking=False, min_elements=9)
+    return [
+        tf_dgc.DenseStrategy(transport=transport),
+        tf_dgc.DGCStrategy(config, transport=transport),
+    ]
+
+
+@pytest.mark.long
+class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(
+        ("guide", 3, False),
+        ("value", 2, False),
+        ("mixed", 3, True),
+        ("trackers", 2, False),
+    )
+    def test_what_a_step_tells_is_what_one_process_tells(
+        self, how: str, workers: int, compressed: bool
+    ) -> None:
+        kind = type("Own", (Tracking if how == "trackers" else Own,), {})
+        kind.how = "renamed" if how == "trackers" else how
+        metrics = ["mae", keras.metrics.AUC] if how == "guide" else []
+        # Shares differ, and of the last batch only one worker has a row.
+        x, y = data(17)
+
+        def work() -> Any:
+            own = [m if isinstance(m, str) else m(name="auc") for m in metrics]
+            model = made(kind, metrics=own or None)
+            fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
+            seen = model.fit(x, y, epochs=2, validation_data=(x[:11], y[:11]), **fit)
+            told = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+            return seen.history, told, model.get_weights()
+
+        def on_worker(transport: Loopback) -> list[Any]:
+            found = []
+            for strategy in strategies(transport)[: 1 + compressed]:
+                with strategy.scope():
+                    found.append(work())
+            return found
+
+        expected = work()
+        for results in run_workers(workers, on_worker):
+            for found in results:
+                self.assertEqual(set(found[0]), set(expected[0]))
+                self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_a_metric_of_one_number_counts_by_rows(self) -> None:
+        def error(y: Any, outputs: Any) -> Any:
+            return keras.ops.mean(keras.ops.abs(y - outputs))
+
+        x, y = data(17)
+
+        def work() -> Any:
+            model = made(keras.Model, metrics=[error])
+            seen = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            return seen.history, model.evaluate(x, y, batch_size=5, verbose=0)
+
+        def on_worker(transport: Loopback) -> Any:
+            with tf_dgc.DenseStrategy(transport=transport).scope():
+                return work()
+
+        expected = work()
+        for found in run_workers(3, on_worker):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_a_batch_of_ones_own_is_predicted_and_trained_with_alone(self) -> None:
+        x, y = data(5)
+
+        def steps(strategy: Any, own: slice) -> Any:
+            model = made(Own)
+            alone = model.predict_on_batch(x[own])
+            together = model.predict(x, batch_size=5, verbose=0)
+            tested = model.test_on_batch(x[own], y[own])
+            trained = x[own] if strategy else x, y[own] if strategy else y
+            model.train_on_batch(*trained)
+            if own.start == 0:  # others need not come
+                model.predict_on_batch(x[own])
+            return alone, together, tested, model.get_weights()
+
+        def work(transport: Loopback) -> Any:
+            own = slice(0, 4) if transport.rank == 0 else slice(4, 5)
+            strategy = tf_dgc.DenseStrategy(transport=transport)
+            with strategy.scope():
+                return own, steps(strategy, own)
+
+        for own, found in run_workers(2, work):
+            self.assertAllClose(found, steps(None, own), 1e-5, 1e-5)
+
+    def test_metrics_made_outside_of_the_scope_count_the_rows_of_all(self) -> None:
+        x, y = data(13)
+
+        def work(strategy: Any) -> Any:
+            mae, auc = keras.metrics.MeanAbsoluteError(), keras.metrics.AUC(name="auc")
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                model = made(keras.Model, metrics=[mae], weighted_metrics=[auc])
+            fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
+            seen = model.fit(x, y, **fit, validation_data=(x[:3], y[:3]))
+            return seen.history, model.evaluate(x, y, verbose=0), mae.result()
+
+        expected = work(None)
+        for found in run_workers(2, lambda t: work(tf_dgc.DenseStrategy(transport=t))):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_metrics_of_no_model_made_outside_of_the_scope_are_refused(self) -> None:
+        def work(transport: Loopback) -> None:
+            mean = keras.metrics.Mean(name="seen")
+            strategy = tf_dgc.DenseStrategy(transport=transport)
+            strategy.run(lambda: mean.update_state(1.0))
+
+        for error in outcomes(2, work):
+            self.assertRegex(str(error), "'seen/total' of a metric.*`with strategy.sc")
+
+    def test_a_division_nobody_could_foresee_is_refused(self) -> None:
+        def work(transport: Loopback) -> None:
+            with tf_dgc.DenseStrategy(transport=transport).scope():
+                made(Hiding).fit(*data(4), verbose=0)
+
+        for error in outcomes(2, work):
+            self.assertRegex(str(error), "must not come after a mean of Keras.*first")
+
+
+if __name__ == "__main__":
+    tf.test.main()
