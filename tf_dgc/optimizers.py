@@ -287,9 +287,8 @@ def warnings_about(
     if clips and workers > 1 and isinstance(config, DGCConfig):
         found.append(
             f"{optimizer.name}: Keras clips each worker's own gradient "
-            f"({', '.join(clips)}), before the exchange and, under a strategy, after "
-            "division by the number of workers; DGCConfig(clip_norm=...) clips as the "
-            "paper does"
+            f"({', '.join(clips)}), before the exchange; DGCConfig(clip_norm=...) "
+            "clips as the paper does"
         )
     corrects = isinstance(config, DGCConfig) and config.momentum_correction
     if corrects and not _is_plain_sgd(optimizer):

@@ -150,8 +150,72 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
                 return work()
 
         expected = work()
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            results = run_workers(3, on_worker)
+        told = [line for line in logs.output if "'error' gives one number" in line]
+        self.assertLen(told, 1)
+        for found in results:
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    @parameterized.parameters("a scalar", "an endpoint", "masks")
+    def test_what_is_added_to_a_loss_is_divided_alike(self, how: str) -> None:
+        x, y = data(13)
+        words = np.abs(np.round(2 * x)).astype("int32")  # 0 is masked
+
+        class Endpoint(keras.layers.Layer):
+            def call(self, outputs: Any, targets: Any) -> Any:
+                self.add_loss(keras.losses.MeanSquaredError()(targets, outputs))
+                return outputs
+
+        def error(y: Any, outputs: Any) -> Any:
+            return keras.ops.mean(keras.ops.abs(y - outputs))
+
+        def work() -> Any:
+            normal = keras.initializers.RandomNormal(seed=1)
+            options = {"kernel_initializer": normal, "kernel_regularizer": "l2"}
+            inputs, targets = keras.Input((6,)), keras.Input((1,))
+            model = made(keras.Model)
+            if how == "an endpoint":
+                outputs = keras.layers.Dense(1, **options)(inputs)
+                outputs = Endpoint()(outputs, targets)
+                model = keras.Model([inputs, targets], outputs)
+            if how == "masks":
+                table = keras.layers.Embedding(9, 3, "ones", mask_zero=True)
+                last = keras.layers.Dense(1, **options)
+                model = keras.Sequential([table, last])
+            loss = {"a scalar": error, "masks": "mse"}.get(how)
+            model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
+            given = {"a scalar": (x, y), "masks": (words, words[..., np.newaxis])}
+            read = given.get(how, ([x, y],))
+            seen = model.fit(*read, batch_size=4, shuffle=False, verbose=0, epochs=2)
+            told = model.evaluate(*read, batch_size=5, verbose=0)
+            return seen.history, told, model.get_weights()
+
+        def on_worker(transport: Loopback) -> Any:
+            with tf_dgc.DenseStrategy(transport=transport).scope():
+                return work()
+
+        expected = work()
         for found in run_workers(3, on_worker):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_a_loop_of_ones_own_tells_the_loss_of_one_process(self) -> None:
+        def work(transport: Loopback) -> Any:
+            strategy = tf_dgc.DenseStrategy(transport=transport)
+            with strategy.scope():
+                told = keras.metrics.Mean()
+
+            def step() -> Any:
+                outputs = tf.fill([2, 1], float(transport.rank))
+                loss = keras.losses.MeanSquaredError()(tf.zeros([2, 1]), outputs)
+                told.update_state(loss)
+                return loss
+
+            found = strategy.run(step)
+            return float(strategy.reduce("SUM", found, axis=None)), float(told.result())
+
+        for found in run_workers(2, work):
+            self.assertEqual(found, (0.5, 0.5))
 
     def test_a_batch_of_ones_own_is_predicted_and_trained_with_alone(self) -> None:
         x, y = data(5)

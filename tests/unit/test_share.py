@@ -140,6 +140,20 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assert_like_one_process(work, 2, "dense", "dgc")
 
+    def test_an_optimizer_that_begins_with_the_weights_has_those_of_all(self) -> None:
+        x, y = regression(17)
+
+        def work(strategy: Any) -> Any:
+            model = keras.Sequential(layers())
+            # Where Keras alone builds it within a traced step it begins with zeros.
+            made = keras.optimizers.ScheduleFreeAdamW(0.05)
+            model.compile(made, "mse", run_eagerly=True)
+            seen = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, epochs=2)
+            return model.get_weights(), seen.history["loss"]
+
+        if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+            self.assert_like_one_process(work, 2, "dense", "dgc")
+
     @parameterized.parameters(
         ("Adam", {"clipnorm": 0.05}),
         ("SGD", {"global_clipnorm": 0.05}),

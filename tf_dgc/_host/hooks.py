@@ -296,9 +296,13 @@ def _agree_on_logs(original: Callable[..., Any], model: Any, logs: Any) -> Any:
 
 def _leave_undivided(original: Callable[..., Any], value: Any) -> Any:
     share = _share_of(tf.distribute.get_strategy())
-    if share is not None and share.leave_undivided():
+    if share is None:
+        return original(value)
+    if share.leave_undivided():
         return value
-    return original(value)
+    divided = original(value)
+    share.note_divided(divided)
+    return divided
 
 
 def _keep_undivided(original: Callable[..., Any], value: Any) -> Any:
@@ -312,10 +316,15 @@ def _weigh_scalar(
     original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
     share = _share_of(tf.distribute.get_strategy())
-    rank = tf.TensorShape(getattr(values, "shape", ())).rank
-    if share is not None and sample_weight is None and rank == 0:
-        sample_weight = share.weight_of_mean()
-    return original(metric, values, sample_weight)
+    ranks = [
+        tf.TensorShape(getattr(v, "shape", ())).rank for v in (values, sample_weight)
+    ]
+    if share is None or ranks != [0, 0]:
+        return original(metric, values, sample_weight)
+    if sample_weight is None and host.is_function_of_user(metric):
+        share.tell_batchwise(metric.name)
+    weight = share.weight_of_mean(sample_weight)
+    return original(metric, share.whole_of(values), weight)
 
 
 def _note_average(

@@ -186,10 +186,14 @@ def copy_mask(source: Any, target: Any) -> None:
         masking.set_keras_mask(target, mask)
 
 
-def is_of_keras(model: keras.Model, step: Any) -> bool:
-    """Tell whether the function of a model's step, and its loss, are of Keras."""
-    steps = keras.Model.train_step, keras.Model.test_step
-    return step in steps and type(model).compute_loss is keras.Model.compute_loss
+def is_function_of_user(metric: keras.Metric) -> bool:
+    """Tell whether a metric is the mean of a function that is not of Keras.
+
+    keras/src/metrics/reduction_metrics.py: MeanMetricWrapper._fn.
+    """
+    function = getattr(metric, "_fn", None)
+    module = getattr(function, "__module__", None) or "keras"
+    return module.partition(".")[0] != "keras"
 
 
 def strategy_of(thing: Any) -> tf.distribute.Strategy | None:

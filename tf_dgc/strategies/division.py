@@ -1,6 +1,7 @@
-"""Whether a step of the user's own divides by the number of workers: read in its code.
+"""Whether what a step computes is divided by the number of workers: read in its code.
 
-Keras divides its losses before anybody can know what else a step does.
+Keras would divide some of its losses, and not others, before anybody can know what else
+is added to them: all are right undivided, but where a step divides, or adds up rows.
 """
 
 import types
@@ -9,8 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-
-from tf_dgc import _host
 
 _NAMES = {"num_replicas_in_sync", "compute_average_loss", "scale_regularization_loss"}
 _OTHERS = ("keras", "tensorflow", "tf_dgc")
@@ -24,11 +23,8 @@ def is_left_to_keras(model: keras.Model, step: Any) -> bool:
         step: the function of a method of the model.
 
     Returns:
-        True where Keras has written the step, which then undoes the division; where
-        the step divides something itself, or adds up rows, so that all is divided.
+        Whether the step, or a loss, divides something itself, or adds up rows.
     """
-    if _host.keras.is_of_keras(model, step):
-        return True
     losses = [*tf.nest.flatten(getattr(model, "loss", None)), *vars(model).values()]
     if any(getattr(each, "reduction", None) == "sum" for each in losses):
         return True

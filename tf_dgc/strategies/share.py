@@ -1,19 +1,20 @@
 """What the batch of a model's step is to this worker, and what its gradients count.
 
-Axis: N workers. Keras divides the mean loss of a worker's n rows by N, so that plain
-sums would do if all had as many rows:
+Axis: N workers. A loss is a mean of a worker's n rows, or what was divided or summed:
 
+    sum of (n / sum of n) * g         a mean
     sum of (n / sum of n) * N * g     the loss was divided by N, by Keras or the user
-    sum of (n / sum of n) * g         it was not: a mean of an own `train_step`
     sum of g                          it was not a mean, but a sum of rows
 
-In a step of the user's own Keras leaves its means undivided, so that what is added to
-them, or told by a metric, is what one process computes; unless the step divides itself.
+Keras would divide its own means by N, so that plain sums would do if all had as many
+rows. It is kept from that, so that what is added to them, or told by a metric, is what
+one process computes; unless the step divides or adds up something itself.
 
 Where a loss is divided by less than all rows, as with masks, n is what it is divided
 by. A worker without rows computes with a row of zeros, which counts nothing.
 """
 
+import collections
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class Share:
         self.logs = Logs(transport)
         self._model: keras.Model | None = None  # whose step runs
         self._leaves = self._left = False  # whether means of Keras are not divided
+        self._by_keras: collections.deque[Any] = collections.deque(maxlen=8)
         self._may_be_empty = False
         self._divided = False  # whether anybody has asked for N in this step
         self._losses: list[str] = []  # kinds, in this step; see `note_loss`
@@ -238,18 +240,51 @@ class Share:
         if kind == "own":
             self._counted.assign(tf.cast(counted(), tf.float32))
 
-    def weight_of_mean(self) -> tf.Tensor | None:
+    # Means in metrics.
+
+    def note_divided(self, loss: Any) -> None:
+        """Note a loss that Keras has divided by N."""
+        self._by_keras.append(loss)
+
+    def whole_of(self, value: Any) -> Any:
+        """Return a number as one process has it, where Keras has divided it by N."""
+        divided = any(value is each for each in self._by_keras)
+        return value * self._transport.size if divided else value
+
+    def weight_of_mean(self, given: Any) -> Any:
         """Return what one number of this worker's rows counts beside those of others.
 
-        All workers call this in a step; their weights add up to N.
+        All workers call this in a step.
+
+        Args:
+            given: shape []: the rows of which the number is; None for a mean by steps.
 
         Returns:
-            shape [], float32; None where all count alike.
+            shape [], float32; or what is given where that is right.
         """
         if self._model is None or self._local or _host.tensorflow.is_in_branch():
-            return None
+            return given
         workers, rank = self._transport.size, self._transport.rank
-        return workers * self.factors()[rank]
+        if given is None:
+            return workers * self.factors()[rank]
+        if not self._counts_own:
+            return given
+        rows = tf.where(self.empty, 0.0, tf.cast(given, tf.float32))
+        told = tf.stack([rows, self._weight()])
+        rows, weights = tf.unstack(
+            self._transport.all_gather(told, "loss_weights"), 2, 1
+        )
+        share = tf.math.divide_no_nan(weights[rank], tf.reduce_sum(weights))
+        return tf.reduce_sum(rows) * share
+
+    def tell_batchwise(self, name: str) -> None:
+        """Say that a metric of batches is averaged."""
+        self._say(
+            f"The metric {name!r} gives one number for a batch: the workers' are "
+            "averaged by their rows, which gives what one process computes of means, "
+            "not of anything else. Let it return a number for each row, or derive it "
+            "from keras.metrics.Metric"
+        )
 
     # The exchange.
 
