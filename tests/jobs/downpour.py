@@ -12,12 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 import tf_dgc
+from tf_dgc.compression import arena
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import serving
 
 
 def strategy_of(**settings: Any) -> tf_dgc.DownpourStrategy:
+    if settings.get("compression") is not None:
+        settings["compression"] = tf_dgc.DGCConfig(**settings["compression"])
     return tf_dgc.DownpourStrategy(tf_dgc.DownpourConfig(**settings))
 
 
@@ -180,7 +183,17 @@ def integers(steps: int, **settings: Any) -> dict[str, Any]:
     strategy.barrier()
     twins = [strategy.twins.of(v.value) for v in variables]
     pairs = zip(variables, twins, strict=True)
+    (exchange,) = strategy._ledger.exchanges()
+    kept = [np.zeros(v.shape) for v in variables]
+    if settings.get("compression") is not None:
+        pushed = exchange._pushed
+        parts = arena.unflatten(pushed.layout, pushed.residual)
+        for i, part in zip(pushed._large, parts, strict=True):
+            kept[i] = part.numpy()
+    stats = strategy.server_stats()
     return {
+        "kept": [each.tolist() for each in kept],
+        "bytes": [int(stats.sent_bytes), int(stats.received_bytes)],
         "found": [v.numpy().tolist() for v in variables],
         "alike": [bool(np.array_equal(v, twin)) for v, twin in pairs],
         "pieces": [len(twin.pieces) for twin in twins],

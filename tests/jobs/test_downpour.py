@@ -43,13 +43,16 @@ class LawsTest(tf.test.TestCase):
     def test_so_it_is_with_other_optimizers(self) -> None:
         self.check_alone("accumulated", "whole", "scaled")
 
-    def check_sums(self, workers: int, steps: int, **settings: Any) -> None:
+    def check_sums(self, workers: int, steps: int, **settings: Any) -> Any:
         with serving.Job(workers, 2) as job:
             found = job.run("integers", steps=steps, **settings)
         pushes = steps // settings.get("push_period", 1)
+        # What workers keep back is still to be subtracted.
+        wanted = expected(workers, steps)
         for each in found:
-            pairs = zip(each["found"], expected(workers, steps), strict=True)
-            for own, sums in pairs:
+            wanted = [w + k for w, k in zip(wanted, each["kept"], strict=True)]
+        for each in found:
+            for own, sums in zip(each["found"], wanted, strict=True):
                 self.assertAllEqual(own, sums)
             self.assertTrue(all(each["alike"]))
             self.assertEqual(max(each["pieces"]), 2)
@@ -57,12 +60,19 @@ class LawsTest(tf.test.TestCase):
             self.assertEqual(each["all"], workers * pushes)
             if (bound := settings.get("max_staleness")) is not None:
                 self.assertLessEqual(each["apart"], bound + 1)
+        return found
 
     def test_the_sum_of_pushes_is_the_change_of_the_parameters(self) -> None:
         self.check_sums(4, 30)
 
     def test_periods_lose_nothing_and_clocks_stay_within_the_bound(self) -> None:
         self.check_sums(2, 30, push_period=3, fetch_period=2, max_staleness=1)
+
+    def test_so_it_is_with_what_is_kept_back_where_the_largest_are_pushed(self) -> None:
+        compression = {"sparsity": 0.9, "min_elements": 1, "sample_fraction": 1.0}
+        found = self.check_sums(2, 30, compression=compression)
+        kept = [np.abs(each["kept"][0]).sum() for each in found]
+        self.assertAllGreater(kept, 0)
 
     @pytest.mark.slow
     def test_lockstep_and_many_steps(self) -> None:

@@ -199,10 +199,13 @@ class DownpourStrategy(BaseStrategy):
             return
         for variable in variables:
             self.extended.refuse_foreign(variable)
+        momentum = optimizers.momentum_of(optimizer, 1.0)
         with tf.init_scope():
+            tables = [v.name for v in variables if isinstance(v, Table)]
+            optimizers.refuse_unselected(optimizer, self._settings, tables)
             self._warn(self._warnings_about(optimizer))
             self._make.expect(self._trained(optimizer, variables))
-            self._current = self._ledger.of(optimizer, variables)
+            self._current = self._ledger.of(optimizer, variables, momentum)
             if optimizer.use_ema:
                 _host.keras.take_averages(optimizer, lambda: self.extended.running)
 
@@ -217,7 +220,12 @@ class DownpourStrategy(BaseStrategy):
         ]
         mine = {id(v) for v in variables}
         kept = []
+        # With compression momentum is each worker's own.
+        compressed = self._settings.compression is not None
+        own = getattr(optimizer, "momentums", []) if compressed else []
         for slot in _host.keras.movable_slots_of(optimizer):
+            if any(slot is each for each in own):
+                continue
             beside = self.extended.slots.get(_host.shared.identity_of(slot.value))
             if beside is None or id(beside) in mine:
                 move = _host.keras.mover_of(slot)
@@ -225,11 +233,23 @@ class DownpourStrategy(BaseStrategy):
         layers = [reference() for reference in self.extended.layer_variables]
         others = [v for v in layers if v is not None and id(v) not in mine]
         others = [v for v in others if self.twins.of(v) is None]
-        return Trained(kept, whole, others, *_host.keras.step_counter_of(optimizer))
+        steps, per_push = _host.keras.step_counter_of(optimizer)
+        overwritten = bool(self._overwritten_by(optimizer))
+        return Trained(kept, whole, others, steps, per_push, overwritten)
 
     def _warnings_about(self, optimizer: Any) -> list[str]:
         momentum = optimizers.momentum_of(optimizer, 1.0)
         alone = self.workers == 1 and self._settings.fetch_period == 1
+        if self._settings.compression is not None:
+            found = self._overwritten_by(optimizer)
+            return (
+                [
+                    f"{optimizer.name}: {', '.join(found)} changes all elements on the "
+                    "servers in each push, so that what is fetched is not compressed"
+                ]
+                if found
+                else []
+            )
         if alone or self._settings.max_staleness == 0:
             return []
         if momentum is None or not momentum.factor:
@@ -240,6 +260,15 @@ class DownpourStrategy(BaseStrategy):
             "many times smaller than on one worker. Use momentum=0, Adagrad or Adam, "
             "or a rate by the table in docs/downpour.md"
         ]
+
+    def _overwritten_by(self, optimizer: Any) -> list[str]:
+        """Say what changes all elements in each push."""
+        names = ["weight_decay"]
+        names += ["ema_overwrite_frequency"] if optimizer.use_ema else []
+        found = [f"{n}={v}" for n in names if (v := getattr(optimizer, n, None))]
+        if any(v.constraint is not None for v in _host.keras.variables_of(optimizer)):
+            found.append("constraints")
+        return found
 
     def at_push(self, do: Callable[[], None]) -> None:
         """Do something in the steps that push."""
