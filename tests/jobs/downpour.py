@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tf_dgc
 from tf_dgc.compression import arena
+from tf_dgc.exchanges.ledger import Choice
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import serving
@@ -277,6 +278,60 @@ def outside() -> dict[str, Any]:
     return {"told": told}
 
 
+def compressed() -> dict[str, Any]:
+    """Train alone with everything pushed; what is refused, and what is flushed."""
+    _, y = data(100)
+    x = np.random.default_rng(6).normal(size=(100, 12)).astype("float32")
+
+    def trained(nesterov: bool, **options: Any) -> keras.Model:
+        keras.utils.set_random_seed(7)
+        sgd = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov, **options)
+        model = compiled(perceptron(20), sgd)
+        model.fit(x, y, batch_size=10, verbose=0)
+        return model
+
+    plain = {n: trained(n).get_weights() for n in (False, True)}
+    plain[2] = trained(False, weight_decay=0.1).get_weights()
+    settings = {"sparsity": 0.99, "warmup_steps": 16, "warmup_stages": [0.0]}
+    settings |= {"min_elements": 1}
+    strategy = strategy_of(compression=settings)
+    differ, told = [], []
+    with strategy.scope():
+        for n in (False, True):
+            pairs = zip(trained(n).get_weights(), plain[n], strict=True)
+            differ.append(max(np.abs(a - b).max() for a, b in pairs))
+        decayed = trained(False, weight_decay=0.1)
+        pairs = zip(decayed.get_weights(), plain[2], strict=True)
+        differ.append(max(np.abs(a - b).max() for a, b in pairs))
+        model = trained(False)
+        model.fit(x, y, batch_size=10, verbose=0)  # not everything any more
+    (exchange,) = strategy._ledger.exchanges(Choice([model.optimizer], []))
+    pushed = exchange._pushed
+    kept = arena.unflatten(pushed.layout, pushed.residual)
+    before = {i: model.trainable_variables[i].numpy() for i in pushed._large}
+    strategy.flush(model)
+    after = [model.trainable_variables[i].numpy() for i in pushed._large]
+    flushed = max(
+        float(np.abs(b - k.numpy() - a).max())
+        for b, k, a in zip(before.values(), kept, after, strict=True)
+    )
+    for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(0.1)):
+        with strategy.scope():
+            other = compiled(perceptron(8), optimizer)
+        try:
+            other.fit(x / 0 if "sgd" in optimizer.name else x, y, verbose=0)
+            told.append("")
+        except (ValueError, tf.errors.OpError) as error:
+            told.append(str(error))
+    return {
+        "differ": list(map(float, differ)),
+        "kept": float(max(np.abs(k).max() for k in kept)),
+        "left": float(tf.reduce_max(tf.abs(pushed.residual))),
+        "flushed": flushed,
+        "told": told,
+    }
+
+
 def train(
     steps: int = 400, width: int = 8, pause: float = 0.02, **settings: Any
 ) -> dict[str, Any]:
@@ -302,10 +357,7 @@ def train(
     }
 
 
+CASES = serve, alone, integers, fit, absent, outside, compressed, train
+
 if __name__ == "__main__":
-    serving.main(
-        {
-            each.__name__: each
-            for each in (serve, alone, integers, fit, absent, outside, train)
-        }
-    )
+    serving.main({each.__name__: each for each in CASES})

@@ -74,6 +74,19 @@ class LawsTest(tf.test.TestCase):
         kept = [np.abs(each["kept"][0]).sum() for each in found]
         self.assertAllGreater(kept, 0)
 
+    def test_compression_of_nothing_is_sgd_and_what_is_kept_back_is_flushed(
+        self,
+    ) -> None:
+        with serving.Job(1, 2) as job:
+            (found,) = job.run("compressed")
+        self.assertAllLess(found["differ"], 1e-6)
+        self.assertGreater(found["kept"], 1e-4)
+        self.assertEqual(found["left"], 0)
+        self.assertLess(found["flushed"], 1e-6)
+        adam, infinite = found["told"]
+        self.assertIn("DownpourConfig(compression=...) needs keras.optimizers.S", adam)
+        self.assertIn("A gradient holds NaN or infinity; this worker stops", infinite)
+
     @pytest.mark.slow
     def test_lockstep_and_many_steps(self) -> None:
         self.check_sums(3, 100, max_staleness=0)

@@ -147,11 +147,10 @@ class Pushed:
         """
         if wanted is None:
             return self._select(local, momentum)
-        whole: list[int] = []
+        whole = self._small or [0]  # a period of pushes leaves no place for tables
 
         def select() -> Any:
             steps, chosen = self._select(local, momentum)
-            whole[:] = [i for i, step in enumerate(steps) if step is not None]
             return [steps[i] for i in whole], tuple(chosen)
 
         def skip() -> Any:
