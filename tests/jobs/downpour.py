@@ -283,27 +283,24 @@ def compressed() -> dict[str, Any]:
     _, y = data(100)
     x = np.random.default_rng(6).normal(size=(100, 12)).astype("float32")
 
-    def trained(nesterov: bool, **options: Any) -> keras.Model:
+    def trained(**options: Any) -> keras.Model:
         keras.utils.set_random_seed(7)
-        sgd = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov, **options)
+        sgd = keras.optimizers.SGD(0.05, momentum=0.9, **options)
         model = compiled(perceptron(20), sgd)
         model.fit(x, y, batch_size=10, verbose=0)
         return model
 
-    plain = {n: trained(n).get_weights() for n in (False, True)}
-    plain[2] = trained(False, weight_decay=0.1).get_weights()
+    kinds: list[dict[str, Any]] = [{"nesterov": True}, {"weight_decay": 0.1}]
+    plain = [trained(**kind).get_weights() for kind in kinds]
     settings = {"sparsity": 0.99, "warmup_steps": 16, "warmup_stages": [0.0]}
     settings |= {"min_elements": 1}
     strategy = strategy_of(compression=settings)
     differ, told = [], []
     with strategy.scope():
-        for n in (False, True):
-            pairs = zip(trained(n).get_weights(), plain[n], strict=True)
+        for kind, weights in zip(kinds, plain, strict=True):
+            pairs = zip(trained(**kind).get_weights(), weights, strict=True)
             differ.append(max(np.abs(a - b).max() for a, b in pairs))
-        decayed = trained(False, weight_decay=0.1)
-        pairs = zip(decayed.get_weights(), plain[2], strict=True)
-        differ.append(max(np.abs(a - b).max() for a, b in pairs))
-        model = trained(False)
+        model = trained()
         model.fit(x, y, batch_size=10, verbose=0)  # not everything any more
     (exchange,) = strategy._ledger.exchanges(Choice([model.optimizer], []))
     pushed = exchange._pushed
@@ -315,11 +312,11 @@ def compressed() -> dict[str, Any]:
         float(np.abs(b - k.numpy() - a).max())
         for b, k, a in zip(before.values(), kept, after, strict=True)
     )
-    for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD(0.1)):
+    for name, factor in (("adam", 1.0), ("sgd", np.inf)):
         with strategy.scope():
-            other = compiled(perceptron(8), optimizer)
+            other = compiled(perceptron(8), name)
         try:
-            other.fit(x / 0 if "sgd" in optimizer.name else x, y, verbose=0)
+            other.fit(factor * x, y, verbose=0)
             told.append("")
         except (ValueError, tf.errors.OpError) as error:
             told.append(str(error))

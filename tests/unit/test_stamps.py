@@ -55,13 +55,14 @@ class Job:
             [tf.Variable(tf.zeros(s)) for s in shapes] for _ in range(workers)
         ]
         parts = len(self.stamped[0].parts)
-        self.since = [tf.fill([parts], tf.constant(ALL, tf.int64))] * workers
+        self.since = [tf.fill([parts, 2], tf.constant(ALL, tf.int64))] * workers
 
     def _of(self, servers: Servers, name: str, worker: Worker) -> Stamped:
         twins = [
             servers.sharded(f"{name}.{i}", tf.float32, shape, shards)
             for i, (shape, shards) in enumerate(zip(SHAPES, self.shards, strict=True))
         ]
+        self.args = servers, worker, self.layout, twins
         return Stamped(name, servers, worker, self.layout, twins)
 
     def pull(self, k: int) -> int:
@@ -216,6 +217,22 @@ class StampsTest(tf.test.TestCase):
         self.assertGreaterEqual(job.pull(0), everything)
         self.assertAllEqual(job.seen(0), job.values())
 
+    def test_what_another_optimizer_pushes_comes_as_well(self) -> None:
+        job, one = Job(1, 2), tf.ones([1])
+        second = Stamped(f"second{next(_numbers)}", *job.args, rivals=job.stamped)
+        second.begin()
+        since, _ = second.pull(
+            job.mirrors[0], tf.fill([2, 2], tf.constant(ALL, tf.int64))
+        )
+        for at, stamped in enumerate((second, job.stamped[0], second)):
+            stamped.push(tf.constant([at], tf.int64), one, one[0])
+            since, size = second.pull(job.mirrors[0], since)
+            self.assertAllEqual(job.seen(0), job.values())
+            self.assertEqual(int(size) > 40, stamped is not second)
+        job.pull(0)
+        job.pull(0)
+        self.assertAllEqual(job.seen(0), job.values())
+
     def test_a_push_that_never_ends_holds_pulls_back_for_as_long_as_it_may_live(
         self,
     ) -> None:
@@ -228,7 +245,7 @@ class StampsTest(tf.test.TestCase):
                 tf.constant([5], tf.int64), tf.constant([1.0]), tf.ones([])
             )
             job.pull(0)
-            before = job.since[0].numpy()[0]
+            before = job.since[0].numpy()[0, 0]
             self.assertEqual(before, 0 if held else 2)
             self.assertAllEqual(job.seen(0), job.values())
 

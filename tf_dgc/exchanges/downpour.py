@@ -18,8 +18,6 @@ References:
     Learning, IJCAI 2016 (rate / tau).
 """
 
-import gc
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,8 +37,6 @@ from tf_dgc.servers import members
 from tf_dgc.servers.clocks import Clocks
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers, Twins
-
-_logger = logging.getLogger("tf_dgc")
 
 
 class ServerStats(NamedTuple):
@@ -97,7 +93,6 @@ class Downpouring:
         self.twins = Twins(servers)
         self.totals = Totals()
         self.versions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.opened: weakref.WeakSet[Downpour] = weakref.WeakSet()
         self._expected: Trained | None = None
 
     def expect(self, trained: Trained) -> None:
@@ -220,7 +215,6 @@ class Downpour(Exchange):
         pairs = self.twins.add(name, self.variables, trained.whole)
         if self._pushed is not None:
             self._pushed.open(name, servers, self._members, self.twins)
-            self._share_stamps(self._pushed)
         version = self._make.versions.get(self.owner())
         fresh = version is None
         self.version = version or servers.variable(f"{name}.version", tf.int64)
@@ -278,23 +272,6 @@ class Downpour(Exchange):
         self._fetched.assign(self.known)
         self._count()
         self._pull() if self._pushed else self.twins.pull([m for m, _ in pairs])
-
-    def _share_stamps(self, pushed: Pushed) -> None:
-        """Give stamps up where another optimizer changes the same, without them."""
-        gc.collect()
-        own, found = pushed.known(), False
-        for other in self._make.opened:
-            if other._pushed and own & other._pushed.known():
-                other._pushed.give_up_stamps()
-                pushed.give_up_stamps()
-                found = True
-        self._make.opened.add(self)
-        if found:
-            _logger.warning(
-                "Another optimizer trains the same variables: all of them is fetched "
-                "in each step. Delete the optimizer that is not used any more before "
-                "the first step of the next"
-            )
 
     def _beside(self, name: str, kept: Kept) -> Any:
         twin = None if kept.beside is None else self.twins.of(kept.beside)
@@ -487,6 +464,7 @@ class Downpour(Exchange):
         But for gradients since the last push, where the period is longer than 1.
         """
         if self._pushed is not None and self._pushed.flush(variables):
+            self._make.totals.add(sent=4 * self._pushed.layout.elements)
             self.settle(always=True)
 
     def kept(self) -> list[tf.Tensor]:

@@ -64,6 +64,7 @@ class Pushed:
             always: whether all of it changes on the servers in each push.
         """
         self.variables, self.config, self._device = list(variables), config, device
+        self._always = always
         shapes = [v.shape.as_list() for v in variables]
         tables = [i for i, v in enumerate(variables) if isinstance(v, Table)]
         self._large = [
@@ -92,7 +93,6 @@ class Pushed:
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = own_variable(tf.zeros([], tf.int64), "dgc_step")
             self._rate = own_variable(tf.zeros([]), "dgc_rate")  # of the last step
-            self._always = own_variable(tf.constant(always), "dgc_always")
         self._coverage = Coverage(self.layout, device)
         self._stages = warmup.stages(config)
         self._slots = [self._slots_at(stage.sparsity) for stage in self._stages]
@@ -112,10 +112,14 @@ class Pushed:
         large = [self.variables[i] for i in self._large]
         if large:
             found: list[Any] = [twins.of(variable) for variable in large]
-            self.stamped = Stamped(name, servers, workers, self.layout, found)
+            rivals: list[Any] = twins.stamped_of(found)
+            args = name, servers, workers, self.layout, found, rivals
+            self.stamped = Stamped(*args)
+            self.stamped.always.assign(self._always)
             self._twins = twins
             with tf.init_scope(), tf.device("CPU:0"):
-                since = tf.fill([len(self.stamped.parts)], tf.constant(ALL, tf.int64))
+                parts = len(self.stamped.parts)
+                since = tf.fill([parts, 2], tf.constant(ALL, tf.int64))
                 self._since = own_variable(since, "downpour_since")
                 self._assigned = own_variable(tf.zeros([], tf.int64), "downpour_seen")
             twins.stamped.append(self.stamped)
@@ -364,7 +368,6 @@ class Pushed:
         with tf.device("CPU:0"):
             assigned = tf.identity(self._twins.assigned.read_value())
             afresh = assigned != self._assigned.read_value()
-            afresh |= self._always.read_value()
             since = tf.where(afresh, tf.constant(ALL, tf.int64), self._since)
         mirrors = [self.variables[i] for i in self._large]
         times, size = self.stamped.pull(mirrors, since)
@@ -377,14 +380,6 @@ class Pushed:
     def whole(self) -> list[Any]:
         """The variables that are fetched whole."""
         return [self.variables[i] for i in sorted(self._small + self._tables)]
-
-    def known(self) -> set[int]:
-        """Return the identities of the compressed variables."""
-        return {id(self.variables[i]) for i in self._large}
-
-    def give_up_stamps(self) -> None:
-        """Fetch everything from now on, as others change the same variables."""
-        self._always.assign(True)
 
     # What is kept back.
 
@@ -410,6 +405,7 @@ class Pushed:
         factor = tf.ones([]) if self._corrects else self._rate.read_value()
         self.stamped.push_all(tf.where(mask, own, nothing), factor)
         self.residual.assign(tf.where(mask, nothing, own))
+        self.stamped.wait()
         return True
 
     def kept(self) -> list[tf.Tensor]:

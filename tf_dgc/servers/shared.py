@@ -201,9 +201,13 @@ class Twins:
 
     def mark(self, twin: SharedVariable) -> None:
         """Take note that a twin was assigned, in a step."""
-        for each in self.stamped:
-            if any(own is twin for own in each.twins):
-                each.mark()
+        for each in self.stamped_of([twin]):
+            each.mark()
+
+    def stamped_of(self, twins: Sequence[SharedVariable]) -> list[Marked]:
+        """Return those that have some of these twins."""
+        known = {id(twin) for twin in twins}
+        return [s for s in self.stamped if known & {id(own) for own in s.twins}]
 
 
 def _own(pairs: Iterable[Pair]) -> list[Pair]:

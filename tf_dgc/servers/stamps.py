@@ -106,6 +106,8 @@ class Stamped:
     Attributes:
         twins: T variables on the servers.
         parts: of the servers that have any of them.
+        rivals: others that change some of the twins, and stamp that on their own.
+        always: shape [], bool: whether all is to be pulled each time.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Stamped:
         workers: Workers,
         layout: Layout,
         twins: Sequence[SharedVariable],
+        rivals: Sequence["Stamped"] = (),
     ) -> None:
         """Make handles of the variables on the servers.
 
@@ -124,7 +127,15 @@ class Stamped:
             workers: of the job.
             layout: of the worker's arena, T segments.
             twins: T variables of float32.
+            rivals: made before. If they are still used, what they push is pulled with
+                all the rest, and they themselves pull all from now on.
         """
+        own = tf.VariableSynchronization.NONE
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.always = tf.Variable(False, trainable=False, synchronization=own)
+        self.rivals = list(rivals)
+        for each in self.rivals:
+            each.always.assign(True)
         self.twins, self._workers, self._size = list(twins), workers, layout.size
         placed: list[list[Place]] = [[] for _ in servers.devices]
         sizes = [0] * len(placed)
@@ -249,6 +260,14 @@ class Stamped:
                 with _after([self._stamp_whole(part, number)]):
                     self.leave(part)
 
+    def wait(self) -> None:
+        """Wait, eagerly, until servers have done what was begun eagerly.
+
+        A tf.function would overtake it.
+        """
+        for part in self.parts:
+            part.head.read_value().numpy()
+
     def _first(self, place: Place) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(
             resource=self._handle(place), indices=[0], dtype=tf.float32
@@ -338,12 +357,14 @@ class Stamped:
 
         Args:
             mirrors: T variables of this worker.
-            since: of each part, shape [parts], int64; ALL gets everything.
+            since: what it returned then, or ALL: shape [parts, 2], int64.
 
         Returns:
-            The time of now, shape [parts], int64; and bytes that came, shape [], int64.
+            Of each part the time of now, and that of its rivals: shape [parts, 2],
+            int64; and bytes that came, shape [], int64.
         """
         times, size = [], tf.zeros([], tf.int64)
+        since = tf.where(self.always.read_value(), tf.constant(ALL, tf.int64), since)
         for i, part in enumerate(self.parts):
             found = self._changes(part, since[i])
             self._take(part, mirrors, found)
@@ -355,11 +376,19 @@ class Stamped:
     def _changes(self, part: Part, since: tf.Tensor) -> "_Changes":
         with tf.device(part.device):
             since = tf.identity(since)
-            time = self.time_of(part, since)
+            own = self.time_of(part, since)
+            rivals = [
+                self.time_of(other, since)
+                for each in self.rivals
+                for other in each.parts
+                if other.device == part.device
+            ]
+            time = tf.stack([own, sum(rivals, tf.zeros([], tf.int64))])
             with tf.control_dependencies([time]):
-                least = tf.cast(since, tf.int32)
+                least = tf.cast(since[0], tf.int32)
                 blocks = tf.where(part.newest.read_value() > least)[:, 0]
-                whole = part.whole.read_value()[0] > since
+                whole = part.whole.read_value()[0] > since[0]
+                whole |= time[1] != since[1]
             stamps = tf.raw_ops.ResourceGather(
                 resource=part.stamps.handle, indices=blocks, dtype=tf.int32
             )
@@ -441,7 +470,7 @@ class Stamped:
 class _Changes(NamedTuple):
     """What a server tells."""
 
-    time: tf.Tensor  # shape [], int64
+    time: tf.Tensor  # shape [2], int64
     everything: tf.Tensor  # shape [], bool: values of all, without positions
     low: tf.Tensor  # as in halves.py
     counts: tf.Tensor
