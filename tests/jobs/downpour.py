@@ -236,6 +236,7 @@ def fit(backup: str = "", epochs: int = 2, **settings: Any) -> dict[str, Any]:
         "predicted": list(model.predict(x, verbose=0).shape),
         "iterations": int(model.optimizer.iterations),
         "pushes": int(strategy.server_stats().pushes),
+        "selected": strategy._ledger.exchanges()[0].steps,
     }
 
 

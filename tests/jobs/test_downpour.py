@@ -96,13 +96,13 @@ class LawsTest(tf.test.TestCase):
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 class FitTest(tf.test.TestCase):
-    def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
+    def check_goes_on(self, **settings: Any) -> tuple[list[Any], list[Any]]:
         with tempfile.TemporaryDirectory() as folder:
             backup = str(pathlib.Path(folder) / "backup")
             first, then = [], []
             for epochs, found in ((1, first), (3, then)):
                 with serving.Job(2, 1) as job:
-                    found += job.run("fit", epochs=epochs, backup=backup)
+                    found += job.run("fit", epochs=epochs, backup=backup, **settings)
         for each in first + then:
             self.assertTrue(each["alike"])
             self.assertEqual(each["predicted"], [203, 3])
@@ -121,6 +121,20 @@ class FitTest(tf.test.TestCase):
         counted = then[0]["iterations"]
         self.assertBetween(counted, 6 + 24, 12 + 24)
         self.assertLess(then[0]["evaluated"][0], first[0]["evaluated"][0])
+        return first, then
+
+    def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
+        self.check_goes_on()
+
+    def test_so_does_one_of_workers_that_keep_something_back(self) -> None:
+        compression = {"sparsity": 0.95, "min_elements": 1}
+        first, then = self.check_goes_on(compression=compression)
+        # What each worker kept back was there again, with its count of pushes.
+        self.assertEqual([each["selected"] for each in first], [6, 6])
+        self.assertEqual([each["selected"] for each in then], [12, 12])
+        weights = 4 * (12 * 20 + 20 * 20 + 20 * 3)
+        for each in then:
+            self.assertLess(each["history"]["sent_bytes"][-1], 6 * weights / 2)
 
 
 @pytest.mark.processes

@@ -38,6 +38,7 @@ class Members:
     Attributes:
         told: what the chief has told of the job, beside what all must have alike.
         liveness: seconds until a worker that is not heard of holds nobody back.
+        is_first: whether no worker had this place before, on these servers.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Members:
             ValueError: somebody does.
         """
         k = self.index
+        self.is_first = bool(self._states.read_value().numpy()[k] == NEVER)
         since = None
         while self._states.read_value().numpy()[k] == HERE:
             seen = self._seen.read_value().numpy()[k]

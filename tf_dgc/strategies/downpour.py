@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import pathlib
 import re
 import secrets
 import sys
@@ -171,12 +172,58 @@ class DownpourStrategy(BaseStrategy):
         fit, epoch = members.progress
         return epoch if fit == own else sys.maxsize
 
+    @property
+    def progress(self) -> int:
+        """At which epoch of its `fit` the chief is, as far as it has told."""
+        return self._members.progress[1]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no worker had this one's place before, on these servers."""
+        return self._members.is_first
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether a worker keeps back a part of what it is to push."""
+        return self._settings.compression is not None
+
+    def part_of_state(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Return where in a folder of state this worker writes."""
+        own = [] if self.is_chief else [f"worker-{self.rank:05d}"]
+        return pathlib.Path(path, *own)
+
     def save_state(
         self, path: str | os.PathLike[str], model: keras.Model | None = None
     ) -> None:
-        """Write what the chief keeps back; others, which may call it, write nothing."""
-        if self.is_chief:
-            super().save_state(path, model)
+        """Write what this worker keeps back; workers do not wait for each other.
+
+        Without compression that is nothing, and others than the chief write no file.
+
+        Args:
+            path: of the folder; all may have the same, each has its own part of it.
+            model: as in `BaseStrategy.save_state`.
+
+        Raises:
+            OSError: this worker could not write.
+        """
+        if self.is_chief or self.keeps_back:
+            super().save_state(self.part_of_state(path), model)
+
+    def restore_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
+        """Take over what this worker wrote.
+
+        Args:
+            path: as it was given to `save_state`.
+            model: as it was given to `save_state`.
+
+        Raises:
+            FileNotFoundError: it wrote nothing there.
+            ValueError: a file is damaged or not of this training; names file and field.
+        """
+        if self.is_chief or self.keeps_back:
+            super().restore_state(self.part_of_state(path), model)
 
     def server_stats(self) -> ServerStats:
         """Return what this worker did with the servers since it began."""
