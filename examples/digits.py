@@ -36,14 +36,14 @@ def load() -> tuple[Split, Split, Split]:
     return tuple((images[part], labels[part]) for part in parts)
 
 
-def build() -> keras.Model:
+def build(width: int = 128) -> keras.Model:
     """Returns the network: two convolutions and two dense layers, 151,306 weights."""
     model = keras.Sequential([keras.Input((8, 8, 1))])
     model.add(keras.layers.Conv2D(32, 3, padding="same", activation="relu"))
     model.add(keras.layers.Conv2D(64, 3, padding="same", activation="relu"))
     model.add(keras.layers.MaxPooling2D())
     model.add(keras.layers.Flatten())
-    model.add(keras.layers.Dense(128, activation="relu"))
+    model.add(keras.layers.Dense(width, activation="relu"))
     model.add(keras.layers.Dense(10, activation="softmax"))
     return model
 

@@ -4,9 +4,11 @@ In every task of a TF_CONFIG with jobs "ps" and "worker":
 
     python examples/downpour.py
     python examples/downpour.py --max-staleness 4 --slow 0.1
+    python examples/downpour.py --sparsity 0.99
 
 Tasks of type "ps" serve until they get a signal. `--slow` lets worker 1 sleep in each
-step, which holds the others back only where there is a bound of staleness.
+step, which holds the others back only where there is a bound of staleness. `--sparsity`
+pushes the largest elements only, and fetches those that have changed, with SGD.
 """
 
 import argparse
@@ -40,6 +42,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--push-period", type=int, default=1)
     parser.add_argument("--max-staleness", type=int, help="by default no bound")
     parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--sparsity", type=float, help="by default no compression")
+    parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD")
+    parser.add_argument("--width", type=int, default=128, help="of the dense layer")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds, of worker 1")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="of all workers")
@@ -50,19 +55,25 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Trains, reports, and returns the exit status."""
     args = arguments()
+    compression, optimizer = None, args.optimizer
+    if args.sparsity is not None:
+        compression = tf_dgc.DGCConfig(sparsity=args.sparsity)
     config = tf_dgc.DownpourConfig(
         fetch_period=args.fetch_period,
         push_period=args.push_period,
         max_staleness=args.max_staleness,
+        compression=compression,
     )
     # Before any TensorFlow operation runs. A server stays here.
     strategy = tf_dgc.DownpourStrategy(config)
     train, validation, test = load()
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = build()
+        model = build(args.width)
+        if optimizer == "sgd" or compression is not None:
+            optimizer = keras.optimizers.SGD(args.learning_rate, momentum=0.9)
         loss = "sparse_categorical_crossentropy"
-        model.compile(args.optimizer, loss, metrics=["accuracy"])
+        model.compile(optimizer, loss, metrics=["accuracy"])
     data = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0]), seed=1)
     callbacks: list[Any] = [tf_dgc.callbacks.CompressionStats()]
     if args.slow and strategy.rank == 1:

@@ -15,7 +15,7 @@ from tf_dgc import _host, bands
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.downpour import ServerStats
-from tf_dgc.strategies import backups, positions, remembered
+from tf_dgc.strategies import backups, kept, positions, remembered
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.downpour import DownpourStrategy
@@ -156,7 +156,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     they must share it. A backup is removed only when all have written newer ones.
 
     With `DownpourStrategy` the chief alone writes, what the servers have at that time;
-    a worker that joins begins with the chief's epoch.
+    a worker that joins begins with the chief's epoch. With compression the others write
+    what they keep back, at the ends of their epochs.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         self._resumed = position
         _host.keras.set_initial_epoch(self.model, position and position.epoch)
         if position is None:
+            kept.clear(self.backup_dir, strategy)
             return
         folder = self.backup_dir / position.name
         subject = f"success in reading {folder}"
@@ -246,7 +248,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def _follow(self, strategy: BaseStrategy) -> None:
         """Begin with the chief's epoch, where workers do not meet."""
         if isinstance(strategy, DownpourStrategy):
-            _host.keras.set_initial_epoch(self.model, strategy.chief_epoch())
+            epoch = strategy.chief_epoch()
+            _host.keras.set_initial_epoch(self.model, epoch)
+            kept.restore(self.backup_dir, strategy, self.model, epoch, self._within)
 
     def _prepare(self, strategy: BaseStrategy) -> None:
         """Agree on a number of this run.
@@ -332,6 +336,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Write a backup, then remove those before it."""
         strategy = _strategy_of(self)
         if not strategy.saves_state:
+            kept.save(self.backup_dir, strategy, self.model, epoch + 1)
             return
         self._iterator = None
         if self._within:
@@ -364,6 +369,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Remove the backups."""
         strategy = _strategy_of(self)
         if not strategy.saves_state:
+            if self.delete_checkpoint:
+                kept.remove(self.backup_dir, strategy)
             return
         _host.keras.set_initial_epoch(self.model, None)
         strategy.transport.barrier()

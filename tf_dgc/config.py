@@ -6,7 +6,8 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-VALUE_DTYPES = ("float32", "float16", "bfloat16", "sign", "log4")
+FLOATING = ("float32", "float16", "bfloat16")
+VALUE_DTYPES = (*FLOATING, "sign", "log4")
 NONFINITE = ("raise", "skip")
 ADAPTIVE = "adaptive"
 
@@ -252,6 +253,11 @@ class DownpourConfig(_Settings):
             and another may take its place; positive.
         table_bytes: size from which on the table of a `keras.layers.Embedding` lives on
             the servers only, 1 or more; None has a copy of each on each worker.
+        compression: a DGCConfig, to push only the largest elements of what has been
+            accumulated, and to fetch only what has changed. For `keras.optimizers.SGD`.
+            Its steps are this worker's pushes, `clip_norm` is the norm allowed to its
+            own gradient, `nonfinite` is "raise", `value_dtype` a floating-point type.
+            None pushes and fetches everything.
 
     Raises:
         ValueError: a value is out of its range.
@@ -270,6 +276,7 @@ class DownpourConfig(_Settings):
     staleness_rate: bool = True
     liveness: float = 30.0
     table_bytes: int | None = None
+    compression: DGCConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("fetch_period", "push_period"):
@@ -283,10 +290,23 @@ class DownpourConfig(_Settings):
         self._set("liveness", _number("liveness", self.liveness))
         if not (math.isfinite(self.liveness) and self.liveness > 0):
             raise ValueError(_message("liveness", "a positive number of seconds", self))
+        compression: Any = self.compression
+        if isinstance(compression, Mapping):
+            compression = DGCConfig.from_config(compression)
+            self._set("compression", compression)
+        if not isinstance(compression, DGCConfig | None):
+            raise TypeError(_message("compression", "a DGCConfig or None", self))
+        if compression and compression.nonfinite != "raise":
+            rule = "of nonfinite='raise', as no other worker waits for a step"
+            raise ValueError(_message("compression", rule, self))
+        if compression and compression.value_dtype not in FLOATING:
+            rule = f"of a value_dtype among {FLOATING}"
+            raise ValueError(_message("compression", rule, self))
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
-        return dataclasses.asdict(self)
+        compression = self.compression and self.compression.get_config()
+        return dataclasses.asdict(self) | {"compression": compression}
 
 
 def _message(name: str, rule: str, config: object) -> str:

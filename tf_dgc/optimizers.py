@@ -189,6 +189,44 @@ def refuse_parts(
         )
 
 
+def refuse_unselected(
+    optimizer: keras.optimizers.Optimizer, config: DownpourConfig, tables: Sequence[str]
+) -> None:
+    """Refuse what servers cannot do with the largest elements alone.
+
+    Args:
+        optimizer: of the user.
+        config: of the exchange.
+        tables: names of variables that live on the servers only.
+
+    Raises:
+        ValueError: with `compression` the optimizer is not SGD, or its momentum would
+            have to be on the servers.
+    """
+    if config.compression is None:
+        return
+    momentum = momentum_of(optimizer, 1.0)
+    if momentum is None:
+        raise ValueError(
+            "DownpourConfig(compression=...) needs keras.optimizers.SGD, whose steps "
+            "can be accumulated. Received: "
+            f"optimizer {optimizer.name!r}, {type(optimizer).__name__}. Use SGD, or "
+            "compression=None"
+        )
+    if momentum.factor and not config.compression.momentum_correction:
+        raise ValueError(
+            "DownpourConfig(compression=...) has no momentum on the servers: "
+            "`momentum_correction` must be True, or the optimizer without momentum. "
+            f"Received: momentum_correction=False, momentum={momentum.factor:g}"
+        )
+    if momentum.factor and tables:
+        raise ValueError(
+            "With DownpourConfig(compression=..., table_bytes=...) SGD must be without "
+            "momentum, which no worker could keep for a table that lives on the "
+            f"servers only. Received: momentum={momentum.factor:g}, tables {tables}"
+        )
+
+
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Tell whether each element's step depends on its own gradient alone.
 

@@ -12,12 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 import tf_dgc
+from tf_dgc.compression import arena
+from tf_dgc.exchanges.ledger import Choice
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import serving
 
 
 def strategy_of(**settings: Any) -> tf_dgc.DownpourStrategy:
+    if settings.get("compression") is not None:
+        settings["compression"] = tf_dgc.DGCConfig(**settings["compression"])
     return tf_dgc.DownpourStrategy(tf_dgc.DownpourConfig(**settings))
 
 
@@ -180,7 +184,17 @@ def integers(steps: int, **settings: Any) -> dict[str, Any]:
     strategy.barrier()
     twins = [strategy.twins.of(v.value) for v in variables]
     pairs = zip(variables, twins, strict=True)
+    (exchange,) = strategy._ledger.exchanges()
+    kept = [np.zeros(v.shape) for v in variables]
+    if settings.get("compression") is not None:
+        pushed = exchange._pushed
+        parts = arena.unflatten(pushed.layout, pushed.residual)
+        for i, part in zip(pushed._large, parts, strict=True):
+            kept[i] = part.numpy()
+    stats = strategy.server_stats()
     return {
+        "kept": [each.tolist() for each in kept],
+        "bytes": [int(stats.sent_bytes), int(stats.received_bytes)],
         "found": [v.numpy().tolist() for v in variables],
         "alike": [bool(np.array_equal(v, twin)) for v, twin in pairs],
         "pieces": [len(twin.pieces) for twin in twins],
@@ -222,6 +236,7 @@ def fit(backup: str = "", epochs: int = 2, **settings: Any) -> dict[str, Any]:
         "predicted": list(model.predict(x, verbose=0).shape),
         "iterations": int(model.optimizer.iterations),
         "pushes": int(strategy.server_stats().pushes),
+        "selected": strategy._ledger.exchanges()[0].steps,
     }
 
 
@@ -264,6 +279,57 @@ def outside() -> dict[str, Any]:
     return {"told": told}
 
 
+def compressed() -> dict[str, Any]:
+    """Train alone with everything pushed; what is refused, and what is flushed."""
+    _, y = data(100)
+    x = np.random.default_rng(6).normal(size=(100, 12)).astype("float32")
+
+    def trained(**options: Any) -> keras.Model:
+        keras.utils.set_random_seed(7)
+        sgd = keras.optimizers.SGD(0.05, momentum=0.9, **options)
+        model = compiled(perceptron(20), sgd)
+        model.fit(x, y, batch_size=10, verbose=0)
+        return model
+
+    kinds: list[dict[str, Any]] = [{"nesterov": True}, {"weight_decay": 0.1}]
+    plain = [trained(**kind).get_weights() for kind in kinds]
+    settings = {"sparsity": 0.99, "warmup_steps": 16, "warmup_stages": [0.0]}
+    settings |= {"min_elements": 1}
+    strategy = strategy_of(compression=settings)
+    differ, told = [], []
+    with strategy.scope():
+        for kind, weights in zip(kinds, plain, strict=True):
+            pairs = zip(trained(**kind).get_weights(), weights, strict=True)
+            differ.append(max(np.abs(a - b).max() for a, b in pairs))
+        model = trained()
+        model.fit(x, y, batch_size=10, verbose=0)  # not everything any more
+    (exchange,) = strategy._ledger.exchanges(Choice([model.optimizer], []))
+    pushed = exchange._pushed
+    kept = arena.unflatten(pushed.layout, pushed.residual)
+    before = {i: model.trainable_variables[i].numpy() for i in pushed._large}
+    strategy.flush(model)
+    after = [model.trainable_variables[i].numpy() for i in pushed._large]
+    flushed = max(
+        float(np.abs(b - k.numpy() - a).max())
+        for b, k, a in zip(before.values(), kept, after, strict=True)
+    )
+    for name, factor in (("adam", 1.0), ("sgd", np.inf)):
+        with strategy.scope():
+            other = compiled(perceptron(8), name)
+        try:
+            other.fit(factor * x, y, verbose=0)
+            told.append("")
+        except (ValueError, tf.errors.OpError) as error:
+            told.append(str(error))
+    return {
+        "differ": list(map(float, differ)),
+        "kept": float(max(np.abs(k).max() for k in kept)),
+        "left": float(tf.reduce_max(tf.abs(pushed.residual))),
+        "flushed": flushed,
+        "told": told,
+    }
+
+
 def train(
     steps: int = 400, width: int = 8, pause: float = 0.02, **settings: Any
 ) -> dict[str, Any]:
@@ -289,10 +355,7 @@ def train(
     }
 
 
+CASES = serve, alone, integers, fit, absent, outside, compressed, train
+
 if __name__ == "__main__":
-    serving.main(
-        {
-            each.__name__: each
-            for each in (serve, alone, integers, fit, absent, outside, train)
-        }
-    )
+    serving.main({each.__name__: each for each in CASES})

@@ -43,13 +43,16 @@ class LawsTest(tf.test.TestCase):
     def test_so_it_is_with_other_optimizers(self) -> None:
         self.check_alone("accumulated", "whole", "scaled")
 
-    def check_sums(self, workers: int, steps: int, **settings: Any) -> None:
+    def check_sums(self, workers: int, steps: int, **settings: Any) -> Any:
         with serving.Job(workers, 2) as job:
             found = job.run("integers", steps=steps, **settings)
         pushes = steps // settings.get("push_period", 1)
+        # What workers keep back is still to be subtracted.
+        wanted = expected(workers, steps)
         for each in found:
-            pairs = zip(each["found"], expected(workers, steps), strict=True)
-            for own, sums in pairs:
+            wanted = [w + k for w, k in zip(wanted, each["kept"], strict=True)]
+        for each in found:
+            for own, sums in zip(each["found"], wanted, strict=True):
                 self.assertAllEqual(own, sums)
             self.assertTrue(all(each["alike"]))
             self.assertEqual(max(each["pieces"]), 2)
@@ -57,12 +60,32 @@ class LawsTest(tf.test.TestCase):
             self.assertEqual(each["all"], workers * pushes)
             if (bound := settings.get("max_staleness")) is not None:
                 self.assertLessEqual(each["apart"], bound + 1)
+        return found
 
     def test_the_sum_of_pushes_is_the_change_of_the_parameters(self) -> None:
         self.check_sums(4, 30)
 
     def test_periods_lose_nothing_and_clocks_stay_within_the_bound(self) -> None:
         self.check_sums(2, 30, push_period=3, fetch_period=2, max_staleness=1)
+
+    def test_so_it_is_with_what_is_kept_back_where_the_largest_are_pushed(self) -> None:
+        compression = {"sparsity": 0.9, "min_elements": 1, "sample_fraction": 1.0}
+        found = self.check_sums(2, 30, compression=compression)
+        kept = [np.abs(each["kept"][0]).sum() for each in found]
+        self.assertAllGreater(kept, 0)
+
+    def test_compression_of_nothing_is_sgd_and_what_is_kept_back_is_flushed(
+        self,
+    ) -> None:
+        with serving.Job(1, 2) as job:
+            (found,) = job.run("compressed")
+        self.assertAllLess(found["differ"], 1e-6)
+        self.assertGreater(found["kept"], 1e-4)
+        self.assertEqual(found["left"], 0)
+        self.assertLess(found["flushed"], 1e-6)
+        adam, infinite = found["told"]
+        self.assertIn("DownpourConfig(compression=...) needs keras.optimizers.S", adam)
+        self.assertIn("A gradient holds NaN or infinity; this worker stops", infinite)
 
     @pytest.mark.slow
     def test_lockstep_and_many_steps(self) -> None:
@@ -73,13 +96,13 @@ class LawsTest(tf.test.TestCase):
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 class FitTest(tf.test.TestCase):
-    def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
+    def check_goes_on(self, **settings: Any) -> tuple[list[Any], list[Any]]:
         with tempfile.TemporaryDirectory() as folder:
             backup = str(pathlib.Path(folder) / "backup")
             first, then = [], []
             for epochs, found in ((1, first), (3, then)):
                 with serving.Job(2, 1) as job:
-                    found += job.run("fit", epochs=epochs, backup=backup)
+                    found += job.run("fit", epochs=epochs, backup=backup, **settings)
         for each in first + then:
             self.assertTrue(each["alike"])
             self.assertEqual(each["predicted"], [203, 3])
@@ -98,6 +121,20 @@ class FitTest(tf.test.TestCase):
         counted = then[0]["iterations"]
         self.assertBetween(counted, 6 + 24, 12 + 24)
         self.assertLess(then[0]["evaluated"][0], first[0]["evaluated"][0])
+        return first, then
+
+    def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
+        self.check_goes_on()
+
+    def test_so_does_one_of_workers_that_keep_something_back(self) -> None:
+        compression = {"sparsity": 0.95, "min_elements": 1}
+        first, then = self.check_goes_on(compression=compression)
+        # What each worker kept back was there again, with its count of pushes.
+        self.assertEqual([each["selected"] for each in first], [6, 6])
+        self.assertEqual([each["selected"] for each in then], [12, 12])
+        weights = 4 * (12 * 20 + 20 * 20 + 20 * 3)
+        for each in then:
+            self.assertLess(each["history"]["sent_bytes"][-1], 6 * weights / 2)
 
 
 @pytest.mark.processes

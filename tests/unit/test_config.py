@@ -279,6 +279,17 @@ class DownpourConfigTest(tf.test.TestCase):
         rule = "a positive number of seconds"
         self.assert_refused(ValueError, "liveness", (0, -1.0, INF, NAN), rule)
 
+    def test_compression_is_of_floating_values_that_are_finite(self) -> None:
+        name = "compression"
+        self.assert_refused(TypeError, name, (True, 0.999, "dgc"), "a DGCConfig or N")
+        skips = DGCConfig(nonfinite="skip")
+        self.assert_refused(ValueError, name, (skips,), "of nonfinite='raise', as no")
+        coarse = [DGCConfig(value_dtype=kind) for kind in ("sign", "log4")]
+        self.assert_refused(ValueError, name, coarse, "of a value_dtype among")
+        config = DownpourConfig(compression=DGCConfig(sparsity=0.99))
+        text = json.dumps(config.get_config())
+        self.assertEqual(DownpourConfig.from_config(json.loads(text)), config)
+
     def test_settings_survive_json(self) -> None:
         config = DownpourConfig(
             fetch_period=np.int64(4), max_staleness=0, liveness=2, staleness_rate=False

@@ -138,6 +138,10 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
             return self.whole
         return tf.TensorShape([piece.stop - piece.start, *self.whole[1:]])
 
+    def handle_of(self, at: int) -> Any:
+        """Return the handle of a piece."""
+        return self._handles[at]
+
     @property
     def _handle(self) -> Any:
         return self._handles[self.cursor.at or 0]

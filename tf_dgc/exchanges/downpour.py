@@ -29,8 +29,10 @@ from tf_dgc._host.shared import Table
 from tf_dgc.compression import dgc
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.parts import Part
+from tf_dgc.exchanges.pushed import Chosen, Pushed
 from tf_dgc.servers import members
 from tf_dgc.servers.clocks import Clocks
 from tf_dgc.servers.members import Members
@@ -70,6 +72,7 @@ class Trained(NamedTuple):
     others: Sequence[Any]  # variables of layers, trained by others or by nobody
     steps: tf.Variable  # counts steps, which schedules and corrections follow
     per_push: int  # by how much a push counts there
+    overwritten: bool  # whether each push changes all there is
 
 
 class Downpouring:
@@ -101,7 +104,7 @@ class Downpouring:
         trained, self._expected = self._expected, None
         if trained is None:
             raise RuntimeError("What is trained must be told of first")
-        return Downpour(place, self, trained)
+        return Downpour(place, self, trained, momentum)
 
 
 class Totals:
@@ -151,7 +154,13 @@ class Downpour(Exchange):
 
     lockstep = False
 
-    def __init__(self, place: Place, make: Downpouring, trained: Trained) -> None:
+    def __init__(
+        self,
+        place: Place,
+        make: Downpouring,
+        trained: Trained,
+        momentum: dgc.Momentum | None,
+    ) -> None:
         """Move the variables to the servers, or take over what is there.
 
         Raises:
@@ -185,6 +194,12 @@ class Downpour(Exchange):
             if bound is None
             else Clocks(self.name, self._servers, self._members, bound)
         )
+        self._pushed: Pushed | None = None
+        if self.config.compression is not None:
+            args = self.variables, momentum, self.config.compression
+            device = self.transport.device
+            self._pushed = Pushed(*args, device, trained.overwritten)
+        self._chosen: Chosen | None = None
         self._fetch: Callable[[], None] | None = None
         self._settled = 0
         self._local: list[Any] = []
@@ -198,6 +213,8 @@ class Downpour(Exchange):
         """Move all to the servers: of the chief first, the others then have these."""
         servers, name = self._servers, self.name
         pairs = self.twins.add(name, self.variables, trained.whole)
+        if self._pushed is not None:
+            self._pushed.open(name, servers, self._members, self.twins)
         version = self._make.versions.get(self.owner())
         fresh = version is None
         self.version = version or servers.variable(f"{name}.version", tf.int64)
@@ -230,6 +247,8 @@ class Downpour(Exchange):
                 self.version.assign(pushes)
             if self.clocks is not None:
                 self.clocks.begin()
+            if self._pushed is not None:
+                self._pushed.begin()
             ready = [twin for _, twin in pairs] + [shared for _, shared in moved]
             # Operations on one server keep their order; so all is there.
             if not all(each.initialized for each in ready):
@@ -252,7 +271,7 @@ class Downpour(Exchange):
         self.known.assign(self.version.read_value())
         self._fetched.assign(self.known)
         self._count()
-        self.twins.pull([mirror for mirror, _ in pairs])
+        self._pull() if self._pushed else self.twins.pull([m for m, _ in pairs])
 
     def _beside(self, name: str, kept: Kept) -> Any:
         twin = None if kept.beside is None else self.twins.of(kept.beside)
@@ -286,20 +305,38 @@ class Downpour(Exchange):
         part: Part | None = None,
     ) -> Update:
         """Return what is to be pushed: this worker's gradients, or their sum."""
+        if self._pushed is not None:
+            return self._selected(self._pushed, local, momentum)
         self._local = local
         self._rate = None if momentum is None else momentum.learning_rate
         flags = [False] * len(local)
         if not self._sums:
             return Update(local, flags, None, _cost(local))
+        sums, due = self._added_up(local)
+        sent = tf.where(due, _cost(sums), tf.zeros([2], tf.int64))
+        return Update(sums, flags, due, sent)
+
+    def _added_up(self, local: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Add gradients up; return the sums, and whether they are to be pushed."""
         for total, gradient in zip(self._sums, local, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
                 total.scatter_add(gradient)
             else:
                 total.assign_add(gradient)
-        due = self.pushes_now
-        sums = [total.read_value() for total in self._sums]
-        sent = tf.where(due, _cost(sums), tf.zeros([2], tf.int64))
-        return Update(sums, flags, due, sent)
+        return [total.read_value() for total in self._sums], self.pushes_now
+
+    def _selected(
+        self, pushed: Pushed, local: list[Any], momentum: dgc.Momentum | None
+    ) -> Update:
+        """Return the steps that go whole; what is selected of others is noted."""
+        sums, due = (local, None) if not self._sums else self._added_up(local)
+
+        steps, self._chosen = pushed.select(sums, momentum, due)
+        self._local = [step for step in steps if step is not None]
+        sent = _cost(self._local) + pushed.cost(self._chosen)
+        if due is not None:
+            sent = tf.where(due, sent, tf.zeros([2], tf.int64))
+        return Update(steps, [True] * len(steps), due, sent)
 
     def push(self, update: Callable[[tf.Tensor], None]) -> None:
         """Count a push, and do it.
@@ -318,11 +355,14 @@ class Downpour(Exchange):
             factor = tf.ones([])
             if self.config.staleness_rate:
                 factor /= tf.maximum(tf.cast(stale, tf.float32), 1.0)
+        if self._pushed is None or self._chosen is None:
+            sent = _cost(self._sums or self._local)[0]
+        else:
+            self._pushed.push(self._chosen, factor)
+            sent = _cost(self._local)[0] + self._pushed.cost(self._chosen)[0]
         update(factor)
-        tensors = self._sums or self._local
-        self._make.totals.add(
-            pushes=1, sent=_cost(tensors)[0], stale=tf.cast(stale, tf.float64)
-        )
+        stale = tf.cast(stale, tf.float64)
+        self._make.totals.add(pushes=1, sent=sent, stale=stale)
         for total in self._sums:
             total.assign(tf.zeros(total.shape, total.dtype))
 
@@ -372,13 +412,20 @@ class Downpour(Exchange):
         with tf.device(self.version.device):
             version = tf.identity(self.version.read_value())
         with tf.control_dependencies([version]):
-            self.twins.pull(self.variables)
+            size = self._pull()
             self._fetched.assign(version)
             self.known.assign(version)
             self._own.assign(tf.zeros([], tf.int64))
-            own = [v for v in self.variables if not isinstance(v, Table)]
-            size = sum(v.shape.num_elements() * v.dtype.size for v in own)
             self._make.totals.add(pulls=1, received=size)
+
+    def _pull(self) -> tf.Tensor:
+        """Fetch, whole or what has changed; return bytes, shape [], int64."""
+        if self._pushed is None:
+            self.twins.pull(self.variables)
+            return _size(self.variables)
+        size = self._pushed.pull()
+        self.twins.pull(self._pushed.whole)
+        return size + _size(self._pushed.whole)
 
     def _step_alone(self) -> None:
         """Take SGD's step, in this worker's copy only."""
@@ -393,13 +440,47 @@ class Downpour(Exchange):
             else:
                 _host.shared.bypassed(variable, "assign_sub")(step)
 
+    # What is kept back.
+
     @property
     def state(self) -> Mapping[str, tf.Variable]:
-        """Nothing: all is on the servers."""
-        return {}
+        """What compression keeps back; all else is on the servers."""
+        return {} if self._pushed is None else self._pushed.state
+
+    @property
+    def steps(self) -> int:
+        """How many pushes were selected; 0 without compression."""
+        return 0 if self._pushed is None else int(self._pushed.step)
+
+    def load(self, arrays: Mapping[str, Any], steps: int) -> None:
+        """Take over what was saved."""
+        super().load(arrays, steps)
+        if self._pushed is not None:
+            self._pushed.step.assign(steps)
 
     def flush(self, variables: Sequence[Any], apply: Any) -> None:
-        """Do nothing: nothing is kept back, but gradients since the last push."""
+        """Push what compression keeps back of variables, and fetch.
+
+        But for gradients since the last push, where the period is longer than 1.
+        """
+        if self._pushed is not None and self._pushed.flush(variables):
+            self._make.totals.add(sent=4 * self._pushed.layout.elements)
+            self.settle(always=True)
+
+    def kept(self) -> list[tf.Tensor]:
+        """Return what compression keeps back."""
+        return [] if self._pushed is None else self._pushed.kept()
+
+    def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return this worker's figures of each compressed tensor, eagerly."""
+        return [] if self._pushed is None else self._pushed.tensor_stats(reset)
+
+
+def _size(variables: Sequence[Any]) -> tf.Tensor:
+    """Return the bytes of copies, shape [], int64."""
+    own = [v for v in variables if not isinstance(v, Table)]
+    size = sum(v.shape.num_elements() * v.dtype.size for v in own)
+    return tf.constant(size, tf.int64)
 
 
 def _cost(gradients: Sequence[Any]) -> tf.Tensor:

@@ -37,6 +37,8 @@ class Members:
 
     Attributes:
         told: what the chief has told of the job, beside what all must have alike.
+        liveness: seconds until a worker that is not heard of holds nobody back.
+        is_first: whether no worker had this place before, on these servers.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Members:
             TimeoutError: the chief did not come.
         """
         self._servers, self.index, self.workers = servers, index, workers
-        self._liveness, self._timeout = liveness, timeout
+        self.liveness, self._timeout = liveness, timeout
         self._id = secrets.randbelow(2**62) + 1
         make = servers.variable
         self._record = make("record", tf.string)
@@ -159,7 +161,7 @@ class Members:
     def living(self) -> tf.Tensor:
         """Tell which workers count: shape [W], bool, on server 0."""
         with tf.device(self._servers.devices[0]):
-            recent = self._seen.read_value() > tf.timestamp() - self._liveness
+            recent = self._seen.read_value() > tf.timestamp() - self.liveness
             return recent & (self._states.read_value() == HERE)
 
     def _refuse_ended(self) -> None:
@@ -178,13 +180,14 @@ class Members:
             ValueError: somebody does.
         """
         k = self.index
+        self.is_first = bool(self._states.read_value().numpy()[k] == NEVER)
         since = None
         while self._states.read_value().numpy()[k] == HERE:
             seen = self._seen.read_value().numpy()[k]
             since = seen if since is None else since
             if seen != since:
                 raise ValueError(self._taken())
-            if self.now() - seen > self._liveness:
+            if self.now() - seen > self.liveness:
                 break
             time.sleep(_POLL_SECONDS * 4)
         self.put(self._ids, self._id)

@@ -5,7 +5,7 @@ servers, is what is trained.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -66,12 +66,27 @@ class Pair(NamedTuple):
     twin: SharedVariable
 
 
+class Marked(Protocol):
+    """What must know when twins are assigned.
+
+    Attributes:
+        twins: of which.
+    """
+
+    twins: list[SharedVariable]
+
+    def mark(self) -> None:
+        """Take note that all of them may have changed."""
+
+
 class Twins:
     """All that a worker trains on the servers.
 
     Attributes:
         changed: shape [], bool; whether mirrors were assigned, outside of training,
             since they were last like their twins.
+        assigned: shape [], int64; how often they were.
+        stamped: those of twins that stamp what changes.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -81,6 +96,10 @@ class Twins:
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             self.changed = tf.Variable(False, trainable=False, synchronization=own)
+            self.assigned = tf.Variable(
+                tf.zeros([], tf.int64), trainable=False, synchronization=own
+            )
+        self.stamped: list[Marked] = []
         self._pull: Callable[[], None] | None = None
 
     def of(self, mirror: Any) -> SharedVariable | None:
@@ -171,7 +190,24 @@ class Twins:
         """Let the servers have the values of the mirrors."""
         for mirror, twin in _own(self._pairs.values()):
             twin.assign(mirror.read_value())
+        for each in self.stamped:
+            each.mark()
         self.changed.assign(False)
+
+    def note(self) -> None:
+        """Take note that a mirror was assigned, outside of training."""
+        self.changed.assign(True)
+        self.assigned.assign_add(1)
+
+    def mark(self, twin: SharedVariable) -> None:
+        """Take note that a twin was assigned, in a step."""
+        for each in self.stamped_of([twin]):
+            each.mark()
+
+    def stamped_of(self, twins: Sequence[SharedVariable]) -> list[Marked]:
+        """Return those that have some of these twins."""
+        known = {id(twin) for twin in twins}
+        return [s for s in self.stamped if known & {id(own) for own in s.twins}]
 
 
 def _own(pairs: Iterable[Pair]) -> list[Pair]:

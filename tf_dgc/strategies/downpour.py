@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import pathlib
 import re
 import secrets
 import sys
@@ -171,12 +172,58 @@ class DownpourStrategy(BaseStrategy):
         fit, epoch = members.progress
         return epoch if fit == own else sys.maxsize
 
+    @property
+    def progress(self) -> int:
+        """At which epoch of its `fit` the chief is, as far as it has told."""
+        return self._members.progress[1]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no worker had this one's place before, on these servers."""
+        return self._members.is_first
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether a worker keeps back a part of what it is to push."""
+        return self._settings.compression is not None
+
+    def part_of_state(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Return where in a folder of state this worker writes."""
+        own = [] if self.is_chief else [f"worker-{self.rank:05d}"]
+        return pathlib.Path(path, *own)
+
     def save_state(
         self, path: str | os.PathLike[str], model: keras.Model | None = None
     ) -> None:
-        """Write what the chief keeps back; others, which may call it, write nothing."""
-        if self.is_chief:
-            super().save_state(path, model)
+        """Write what this worker keeps back; workers do not wait for each other.
+
+        Without compression that is nothing, and others than the chief write no file.
+
+        Args:
+            path: of the folder; all may have the same, each has its own part of it.
+            model: as in `BaseStrategy.save_state`.
+
+        Raises:
+            OSError: this worker could not write.
+        """
+        if self.is_chief or self.keeps_back:
+            super().save_state(self.part_of_state(path), model)
+
+    def restore_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None = None
+    ) -> None:
+        """Take over what this worker wrote.
+
+        Args:
+            path: as it was given to `save_state`.
+            model: as it was given to `save_state`.
+
+        Raises:
+            FileNotFoundError: it wrote nothing there.
+            ValueError: a file is damaged or not of this training; names file and field.
+        """
+        if self.is_chief or self.keeps_back:
+            super().restore_state(self.part_of_state(path), model)
 
     def server_stats(self) -> ServerStats:
         """Return what this worker did with the servers since it began."""
@@ -199,10 +246,13 @@ class DownpourStrategy(BaseStrategy):
             return
         for variable in variables:
             self.extended.refuse_foreign(variable)
+        momentum = optimizers.momentum_of(optimizer, 1.0)
         with tf.init_scope():
+            tables = [v.name for v in variables if isinstance(v, Table)]
+            optimizers.refuse_unselected(optimizer, self._settings, tables)
             self._warn(self._warnings_about(optimizer))
             self._make.expect(self._trained(optimizer, variables))
-            self._current = self._ledger.of(optimizer, variables)
+            self._current = self._ledger.of(optimizer, variables, momentum)
             if optimizer.use_ema:
                 _host.keras.take_averages(optimizer, lambda: self.extended.running)
 
@@ -217,7 +267,12 @@ class DownpourStrategy(BaseStrategy):
         ]
         mine = {id(v) for v in variables}
         kept = []
+        # With compression momentum is each worker's own.
+        compressed = self._settings.compression is not None
+        own = getattr(optimizer, "momentums", []) if compressed else []
         for slot in _host.keras.movable_slots_of(optimizer):
+            if any(slot is each for each in own):
+                continue
             beside = self.extended.slots.get(_host.shared.identity_of(slot.value))
             if beside is None or id(beside) in mine:
                 move = _host.keras.mover_of(slot)
@@ -225,11 +280,23 @@ class DownpourStrategy(BaseStrategy):
         layers = [reference() for reference in self.extended.layer_variables]
         others = [v for v in layers if v is not None and id(v) not in mine]
         others = [v for v in others if self.twins.of(v) is None]
-        return Trained(kept, whole, others, *_host.keras.step_counter_of(optimizer))
+        steps, per_push = _host.keras.step_counter_of(optimizer)
+        overwritten = bool(self._overwritten_by(optimizer))
+        return Trained(kept, whole, others, steps, per_push, overwritten)
 
     def _warnings_about(self, optimizer: Any) -> list[str]:
         momentum = optimizers.momentum_of(optimizer, 1.0)
         alone = self.workers == 1 and self._settings.fetch_period == 1
+        if self._settings.compression is not None:
+            found = self._overwritten_by(optimizer)
+            return (
+                [
+                    f"{optimizer.name}: {', '.join(found)} changes all elements on the "
+                    "servers in each push, so that what is fetched is not compressed"
+                ]
+                if found
+                else []
+            )
         if alone or self._settings.max_staleness == 0:
             return []
         if momentum is None or not momentum.factor:
@@ -240,6 +307,15 @@ class DownpourStrategy(BaseStrategy):
             "many times smaller than on one worker. Use momentum=0, Adagrad or Adam, "
             "or a rate by the table in docs/downpour.md"
         ]
+
+    def _overwritten_by(self, optimizer: Any) -> list[str]:
+        """Say what changes all elements in each push."""
+        names = ["weight_decay"]
+        names += ["ema_overwrite_frequency"] if optimizer.use_ema else []
+        found = [f"{n}={v}" for n in names if (v := getattr(optimizer, n, None))]
+        if any(v.constraint is not None for v in _host.keras.variables_of(optimizer)):
+            found.append("constraints")
+        return found
 
     def at_push(self, do: Callable[[], None]) -> None:
         """Do something in the steps that push."""

@@ -105,8 +105,9 @@ class DownpourExtended(OneReplicaExtended):
             strategy.at_push(lambda: self._move(variable, twin, name, *args))
         elif self.running and twin is not None:
             getattr(twin, name)(*args, **kwargs)
+            strategy.twins.mark(twin)
         else:
-            strategy.twins.changed.assign(True)
+            strategy.twins.note()
         return _host.shared.bypassed(variable, name)(*args, **kwargs)
 
     def _move(self, mirror: Any, twin: Any, name: str, value: Any) -> None:
