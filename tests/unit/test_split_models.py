@@ -317,7 +317,17 @@ class StateTest(tf.test.TestCase):
                 self.assertRegex(str(error), "part of one of 2 workers.*joined")
 
 
-class LazyTest(tf.test.TestCase):
+class BuildTest(tf.test.TestCase):
+    def test_a_layer_that_is_made_frozen_can_be_trained_later(self) -> None:
+        def work(strategy: Any) -> Any:
+            layer = SplitDense(5, trainable=False)
+            layer.build((None, INPUTS))
+            before = layer.kernel.trainable
+            layer.trainable = True
+            return before, layer.kernel.trainable, len(layer.trainable_variables)
+
+        self.assertEqual(in_scopes(2, work), [(False, True, 2)] * 2)
+
     def test_a_layer_that_is_built_in_a_traced_function_gets_its_part(self) -> None:
         def work(strategy: Any) -> Any:
             layer = SplitDense(5)
