@@ -211,7 +211,8 @@ class SplitDense(keras.layers.Dense):
         if not ends:
             away = away if self.activation is None else self.activation(away)
             # Where there are no units, none of an activation, either.
-            away *= tf.cast(tf.range(own.width) < own.used, away.dtype)
+            beyond = [[0, 0], [0, 0], [0, own.width - own.used]]
+            away = tf.pad(away[:, :, : own.used], beyond)
             return Away(away, place, shape, home)
         found = logits.Logits(away, place, shape, home)
         found.probabilities = self.activation is keras.activations.softmax
