@@ -74,4 +74,5 @@ def _plain(thing: Any) -> types.FunctionType | None:
     thing = getattr(thing, "__func__", thing)
     if not isinstance(thing, types.FunctionType):
         return None
-    return None if thing.__module__.partition(".")[0] in _OTHERS else thing
+    module = thing.__module__ or ""
+    return None if module.partition(".")[0] in _OTHERS else thing

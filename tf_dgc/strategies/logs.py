@@ -105,15 +105,17 @@ def _noting(
 
         return noted
 
-    own = list({id(each): each for each in metrics}.values())
-    for place, metric in enumerate(metrics):
-        if "result" not in vars(metric):
-            # Keras would look at what is set for something to track.
-            object.__setattr__(metric, "result", noting(place, metric.result))
+    places = {id(metric): place for place, metric in enumerate(metrics)}
+    own = {id(each): each for each in metrics}.values()
+    watched = [each for each in own if "result" not in vars(each)]
+    for metric in watched:
+        # Keras would look at what is set for something to track.
+        noted = noting(places[id(metric)], metric.result)
+        object.__setattr__(metric, "result", noted)
     try:
         yield found
     finally:
-        for metric in own:
+        for metric in watched:
             object.__delattr__(metric, "result")
 
 
