@@ -88,6 +88,13 @@ class LawsTest(tf.test.TestCase):
         self.assertIn("A gradient holds NaN or infinity; this worker stops", infinite)
 
     @pytest.mark.slow
+    def test_so_it_is_with_periods_a_bound_and_many_steps(self) -> None:
+        compression = {"sparsity": 0.9, "min_elements": 1, "warmup_steps": 8}
+        settings = {"push_period": 3, "fetch_period": 2, "max_staleness": 1}
+        self.check_sums(2, 30, compression=compression, **settings)
+        self.check_sums(4, 100, compression=compression)
+
+    @pytest.mark.slow
     def test_lockstep_and_many_steps(self) -> None:
         self.check_sums(3, 100, max_staleness=0)
         self.check_sums(4, 400)
