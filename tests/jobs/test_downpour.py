@@ -138,7 +138,7 @@ class FitTest(tf.test.TestCase):
         first, then = self.check_goes_on(compression=compression)
         # What each worker kept back was there again, with its count of pushes.
         self.assertEqual([each["selected"] for each in first], [6, 6])
-        self.assertEqual([each["selected"] for each in then], [12, 12])
+        self.assertEqual([each["selected"] for each in then], [18, 18])
         weights = 4 * (12 * 20 + 20 * 20 + 20 * 3)
         for each in then:
             self.assertLess(each["history"]["sent_bytes"][-1], 6 * weights / 2)
