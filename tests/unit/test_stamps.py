@@ -217,6 +217,19 @@ class StampsTest(tf.test.TestCase):
         self.assertGreaterEqual(job.pull(0), everything)
         self.assertAllEqual(job.seen(0), job.values())
 
+    def test_a_slow_push_is_not_hidden_by_one_that_began_before_it(self) -> None:
+        job = Job(3, 1)
+        where, step = np.array([5]), np.ones(1, np.float32)
+        (first,), (second,) = (parts_of(job, k, where, step) for k in (1, 2))
+        first, second = stages(*first), stages(*second)
+        for push in (first, second, second):
+            next(push)  # both have begun; the second has stamped
+        list(first)
+        job.pull(0)
+        list(second)
+        job.pull(0)
+        self.assertAllEqual(job.seen(0), job.values())
+
     def test_what_another_optimizer_pushes_comes_as_well(self) -> None:
         job, one = Job(1, 2), tf.ones([1])
         second = Stamped(f"second{next(_numbers)}", *job.args, rivals=job.stamped)
