@@ -157,6 +157,27 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
             fit(compiled(strategy, keras.optimizers.Lamb))
 
 
+class UnselectedTest(tf.test.TestCase):
+    def test_what_servers_cannot_do_with_the_largest_elements_is_refused(self) -> None:
+        sgd, plain = keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1)
+        uncorrected = tf_dgc.DGCConfig(momentum_correction=False)
+        for optimizer, config, tables, text in (
+            (keras.optimizers.Adam(), tf_dgc.DGCConfig(), [], "needs keras.optimiz"),
+            (sgd, uncorrected, [], "must be True, or the optimizer without momentum"),
+            (sgd, tf_dgc.DGCConfig(), ["table"], "must be without momentum.*'table'"),
+        ):
+            settings = tf_dgc.DownpourConfig(compression=config)
+            with self.assertRaisesRegex(ValueError, text):
+                optimizers.refuse_unselected(optimizer, settings, tables)
+        for optimizer, config, tables in (
+            (sgd, tf_dgc.DGCConfig(), []),
+            (plain, uncorrected, ["table"]),
+            (plain, tf_dgc.DGCConfig(), ["table"]),
+        ):
+            settings = tf_dgc.DownpourConfig(compression=config)
+            optimizers.refuse_unselected(optimizer, settings, tables)
+
+
 class WholeStepsTest(parameterized.TestCase, tf.test.TestCase):
     """With nonfinite="skip"."""
 
