@@ -154,7 +154,7 @@ class RefusedTest(tf.test.TestCase):
 
     def test_who_does_not_fit_is_refused_by_name(self) -> None:
         with serving.Job(2, 1, TF_DGC_TIMEOUT="20") as job:
-            first = job.worker(0, "train", steps=800)
+            first = job.worker(0, "train", steps=8000)
             first.wait_for("step 0")
             again = job.worker(0, "train")
             settings = job.worker(1, "train", fetch_period=2)
