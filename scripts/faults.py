@@ -73,6 +73,7 @@ _SIGNALLED_IN = ("start", "sparse", "checkpoint")
 MARGIN_SECONDS = 30.0  # interpreters take seconds to end where much else runs
 _START_SECONDS = 150.0
 _POLL_SECONDS = 0.05
+_LEFT_SECONDS = 10.0  # helpers of a launcher end after it
 # Where much else runs, workers may not even meet within so short a timeout.
 _TRIALS, _NEVER = 2, "no fault came"
 _LINE = re.compile(r"\[(\d+)\](?:<std(?:err|out)>:| )(.*)")
@@ -283,7 +284,7 @@ class _Job:
             problems.append("the others went on")
         # A launcher may need twice five seconds until it kills one that is stopped.
         self._wait(MARGIN_SECONDS, lambda: None not in self._expected_codes())
-        time.sleep(2 * _POLL_SECONDS)
+        self._wait(_LEFT_SECONDS, lambda: not self._left())
         problems += [f"left: {left}" for left in self._left()]
         self.end()
         # Terminated itself, horovodrun returns 0 now and then.
