@@ -427,20 +427,6 @@ def later(act: Callable[[keras.Model], Any]) -> Callable[[Any], Any]:
     return lambda strategy: act(model_with())
 
 
-class Divides(keras.Sequential):
-    """Averages its gradients by itself, after the backward pass."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self(x))
-            loss = tf.reduce_mean(losses)
-        found = tape.gradient(loss, self.trainable_variables)
-        workers = tf.distribute.get_strategy().num_replicas_in_sync
-        self.optimizer.apply([g / workers for g in found], self.trainable_variables)
-        return {"loss": loss}
-
-
 def other_shape(strategy: Any) -> None:
     layer = SplitDense(4, name="wide")
     layer.build((None, 6))
@@ -495,6 +481,12 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         "ValueError",
         "`kernel_constraint` that looks at single columns.*MaxNorm",
     ),
+    "constraint_by_rows": (
+        tf_dgc.DenseStrategy,
+        layer_of(by="rows", kernel_constraint=C.MaxNorm(1.0, axis=0)),
+        "ValueError",
+        "`kernel_constraint` that looks at single rows.*MaxNorm",
+    ),
     "regularizer": (
         tf_dgc.DenseStrategy,
         layer_of(kernel_regularizer=R.OrthogonalRegularizer()),
@@ -506,6 +498,14 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         lambda strategy: SplitDense(4)(tf.sparse.from_dense(X[:2])),
         "TypeError",
         "`inputs` of the split layer.*dense tensor.*SparseTensor",
+    ),
+    "other_way": (
+        tf_dgc.DenseStrategy,
+        lambda strategy: SplitDense(
+            4, by=("rows", "columns")[strategy.rank], name="wide"
+        )(X[:2]),
+        "ValueError",
+        "same split layer 'wide'.*`by` differs: 'rows' on ranks \\[0\\]",
     ),
     "other_units": (
         tf_dgc.DenseStrategy,
@@ -618,7 +618,12 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         (lambda: tf_dgc.split_dense(network(), 2.0), TypeError, "must be an integer"),
         (lambda: tf_dgc.split_dense(network(), True), TypeError, "must be an integer"),
         (lambda: tf_dgc.split_dense(network(), 0), ValueError, "must be 1 or more"),
-        (lambda: tf_dgc.joined(Divides), TypeError, "sequential or functional"),
+        (lambda: SplitDense(4, by="units"), ValueError, 'or "rows". Received: by='),
+        (
+            lambda: tf_dgc.joined(keras.layers.Dense(3)),
+            TypeError,
+            "sequential or functional",
+        ),
         (lambda: tf_dgc.split_dense(keras.Sequential()), ValueError, "built first"),
     )
     def test_what_is_no_model_to_split_is_told(

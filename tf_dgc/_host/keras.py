@@ -44,6 +44,7 @@ def wanted() -> list[tuple[Any, str]]:
         (resource_variable_ops, "BaseResourceVariable"),
         (variable, "_distribute_strategy"),
         (keras.name_scope, "caller"),
+        (keras.Layer, "_allow_non_tensor_positional_args"),
         (keras.Model, "_flatten_layers"),
         (keras.Model, "_initial_epoch"),
         (functional, "Functional"),
@@ -143,6 +144,14 @@ def has_steps_of_keras(model: keras.Model) -> bool:
     """Tell whether Keras itself trains and evaluates a model."""
     evaluates = type(model).test_step is keras.Model.test_step
     return evaluates and has_step_of_keras(model)
+
+
+def take_any_inputs(layer: keras.Layer) -> None:
+    """Let a layer be called with what is no tensor.
+
+    keras/src/layers/layer.py: Layer._allow_non_tensor_positional_args.
+    """
+    layer._allow_non_tensor_positional_args = True
 
 
 def layers_within(model: keras.Model) -> list[keras.Layer]:

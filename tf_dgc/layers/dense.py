@@ -26,12 +26,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import bands
+from tf_dgc import _host, bands
 from tf_dgc.bands import Band
 from tf_dgc.layers import draws, logits, refusals, ways
 from tf_dgc.layers.away import Away, Where
 from tf_dgc.layers.movement import Movement, product
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports import Transport
 
 _numbers: weakref.WeakKeyDictionary[Transport, Any] = weakref.WeakKeyDictionary()
 
@@ -77,7 +77,7 @@ class SplitDense(keras.layers.Dense):
         if by not in ways.WAYS:
             raise ValueError(f'`by` must be "columns" or "rows". Received: by={by!r}')
         self.by = by
-        self._allow_non_tensor_positional_args = True  # what stayed away
+        _host.keras.take_any_inputs(self)  # what stayed away
 
     @property
     def is_split(self) -> bool:
@@ -110,8 +110,10 @@ class SplitDense(keras.layers.Dense):
         with tf.init_scope(), strategy.scope():  # now, even if a function is traced
             if over.size > 1:
                 refusals.refuse(self, strategy)
-                self._agree(over, shape)
-            self._kernel = self._drawn(over, shape, own)
+                refusals.compare(self, over, shape)
+            self._kernel = draws.variable(
+                self.kernel_initializer, shape, own, self.variable_dtype, over
+            )
         self._kernel.trainable = self.trainable
         self._kernel.constraint = self.kernel_constraint
         regularizer = self.kernel_regularizer
@@ -127,26 +129,6 @@ class SplitDense(keras.layers.Dense):
             )
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: shape[0]})
         self.built = True
-
-    def _agree(self, over: Transport, shape: tuple[int, int]) -> None:
-        kind = type(self.kernel_initializer).__name__
-        form = {"inputs": shape[0], "units": shape[1], "kernel_initializer": kind}
-        form["by"] = self.by
-        handshake.agree(over, f"split layer {self.name!r}", form)
-
-    def _drawn(
-        self, over: Transport, shape: tuple[int, int], own: Band
-    ) -> keras.Variable:
-        """Make this worker's part of a kernel."""
-
-        def draw(_: Any, dtype: Any = None) -> tf.Tensor:
-            bands.note(own)
-            return draws.own_part(self.kernel_initializer, shape, own, dtype, over)
-
-        part = [own.width if axis == own.axis else n for axis, n in enumerate(shape)]
-        return keras.Variable(
-            draw, part, self.variable_dtype, name="kernel", synchronization="none"
-        )
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Compute the units of this worker's rows; all workers call this.
@@ -200,7 +182,7 @@ class SplitDense(keras.layers.Dense):
 
         model = self._share.model
         ends = logits.is_last(self, model)
-        if not ends and not refusals.feeds_rows(self, model):
+        if not ends and not ways.feeds_rows(self, model):
             return home()
         place = Where(self._movement, own, rows, form)
         away = parts

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc import bands
 from tf_dgc.bands import Band
 from tf_dgc.transports.base import Transport
 
@@ -49,6 +50,23 @@ class _Stream(NamedTuple):
     counts: int  # of Philox, for a group
     scale: float
     shift: float
+
+
+def variable(
+    initializer: Any,
+    shape: tuple[int, int],
+    own: Band,
+    dtype: str,
+    transport: Transport,
+) -> keras.Variable:
+    """Make a variable of Keras of this worker's part; see `own_part`."""
+
+    def draw(_: Any, dtype: Any = None) -> tf.Tensor:
+        bands.note(own)
+        return own_part(initializer, shape, own, dtype, transport)
+
+    part = [own.width if axis == own.axis else n for axis, n in enumerate(shape)]
+    return keras.Variable(draw, part, dtype, name="kernel", synchronization="none")
 
 
 def own_part(

@@ -1,4 +1,4 @@
-"""What a split layer cannot have, and what it can be left to do."""
+"""What a split layer cannot have, and where there is none."""
 
 import sys
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.config import AveragingConfig, DownpourConfig
 from tf_dgc.layers import trials, ways
 from tf_dgc.layers.away import Away
 from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.transports import Transport, handshake
 from tf_dgc.transports.horovod import import_horovod
 
 
@@ -52,6 +52,23 @@ def refuse(layer: Any, strategy: BaseStrategy) -> None:
         )
 
 
+def compare(layer: Any, over: Transport, shape: tuple[int, int]) -> None:
+    """Refuse a layer that is another one elsewhere; all workers call this.
+
+    Args:
+        layer: that is being built.
+        over: to the other workers.
+        shape: of the whole kernel.
+
+    Raises:
+        ValueError: names what differs, and the ranks.
+    """
+    kind = type(layer.kernel_initializer).__name__
+    form = {"inputs": shape[0], "units": shape[1], "kernel_initializer": kind}
+    form["by"] = layer.by
+    handshake.agree(over, f"split layer {layer.name!r}", form)
+
+
 def refuse_inputs(layer: Any, inputs: Any) -> None:
     """Raise TypeError for sparse or ragged ones."""
     if not isinstance(inputs, tf.Tensor | tf.Variable | keras.Variable | Away):
@@ -88,16 +105,3 @@ def _refuse_horovod(name: str) -> None:
             "DGCStrategy, where there are several workers; elastic jobs have none. "
             "Received: no strategy"
         )
-
-
-def feeds_rows(layer: Any, model: keras.Model | None) -> bool:
-    """Tell whether in the step that runs a layer by rows reads this one's units.
-
-    Args:
-        layer: by columns, that is called.
-        model: of which a step runs, if one does.
-    """
-    if model is None or not _host.keras.has_steps_of_keras(model):
-        return False
-    reader: Any = ways.followers(model).get(id(layer))
-    return getattr(reader, "by", None) == "rows" and reader.is_split

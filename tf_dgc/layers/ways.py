@@ -165,6 +165,19 @@ def followers(model: keras.Model) -> dict[int, Any]:
     }
 
 
+def feeds_rows(layer: Any, model: keras.Model | None) -> bool:
+    """Tell whether in the step that runs a layer by rows reads this one's units.
+
+    Args:
+        layer: by columns, that is called.
+        model: of which a step runs, if one does.
+    """
+    if model is None or not _host.keras.has_steps_of_keras(model):
+        return False
+    reader: Any = followers(model).get(id(layer))
+    return getattr(reader, "by", None) == "rows" and reader.is_split
+
+
 def may_stay(layer: keras.layers.Dense) -> bool:
     """Tell whether a layer's units can be left where they were computed."""
     known = [getattr(keras.activations, name) for name in _ELEMENTWISE.split()]

@@ -308,7 +308,6 @@ class Share:
             return Part(rate, tf.where(self.empty, 0.0, one), whole)
         if getattr(optimizer, "gradient_accumulation_steps", None):
             return Part(rate, one, whole)
-        counted = self._counted if self._counts_own else self._rows
         if not self._counts_own and "own" in self._losses:
             self._say(
                 "Losses that leave out rows, or what is masked, are weighted by rows "
@@ -316,8 +315,7 @@ class Share:
                 "numbers count then differ from one worker's"
             )
         self._meet()
-        own = tf.where(self.empty, 0.0, counted.read_value())
-        return Part(rate, own / self._usual.read_value(), whole)
+        return Part(rate, self._weight() / self._usual.read_value(), whole)
 
     def _meet(self) -> None:
         """Agree in the first step on what is usual, so that weights are about 1."""
