@@ -156,7 +156,8 @@ class SplitDense(keras.layers.Dense):
     def _by_rows(self, inputs: Any) -> tf.Tensor:
         own: Any = self._band
         if isinstance(inputs, Away) and inputs.place.own.width == own.width:
-            parts, (_, _, rows, form) = inputs.parts, inputs.place
+            parts = tf.cast(inputs.parts, self.compute_dtype)
+            _, _, rows, form = inputs.place
         else:
             x = tf.cast(tf.convert_to_tensor(inputs), self.compute_dtype)
             flat, rows, form = self._padded(x)
