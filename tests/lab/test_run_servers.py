@@ -22,10 +22,12 @@ attempt = int(os.environ.get("TF_DGC_ATTEMPT", 0))
 def serve():
     signal.signal(signal.SIGTERM, lambda *_: (print("told to end"), sys.exit(0)))
     print("serves", os.getpid(), flush=True)
-    open(f"serving{config['task']['index']}", "w").close()
+    open(serving(config["task"]["index"]), "w").close()
     time.sleep(120)
+def serving(server):
+    return os.path.join(os.path.dirname(__file__), f"serving{server}")
 def wait_for_servers():
-    while not all(map(os.path.exists, map("serving{}".format, range(servers)))):
+    while not all(map(os.path.exists, map(serving, range(servers)))):
         time.sleep(0.05)
 servers = len(config["cluster"]["ps"])
 """
@@ -161,7 +163,9 @@ class ServersTest(WithServers):
                 sys.exit(9)
             if kind == "ps":
                 serve()
-            time.sleep(0 if attempt else 60)
+            if attempt == 0:
+                time.sleep(60)
+            wait_for_servers()
             """)
         how = "-n", "2", "--ps", "1", "--restarts", "1"
         status, out, err = self.run_to_end(*how, script)
@@ -223,6 +227,7 @@ class ServersTest(WithServers):
                 serve()
             if rank == 1:
                 sys.exit(9)
+            wait_for_servers()
             """)
         launcher = [sys.executable, ROOT / "scripts" / "run_local.py"]
         command = ["-n", "2", "--ps", "1", "--", sys.executable, script]
@@ -258,7 +263,7 @@ class ServersOnHostsTest(WithServers):
             print("at", own, json.dumps(config["cluster"]), flush=True)
             if kind == "ps":
                 serve()
-            time.sleep(1)
+            wait_for_servers()
             """)
         status, out, err = self.run_to_end(*self.on_hosts(3, script))
         self.assertEqual((status, err), (0, ""))
