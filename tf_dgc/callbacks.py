@@ -61,6 +61,7 @@ class CompressionStats(keras.callbacks.Callback):
     |---|---|
     | `pushes`, `pulls` | how often it pushed gradients, and fetched parameters |
     | `staleness` | mean number of pushes of others that its own pushes had missed |
+    | `dropped` | its gradients that came too late for a step of all workers |
     | `received_bytes` | parameters that it fetched |
 
     Example:
@@ -130,6 +131,7 @@ def _served(before: ServerStats, after: ServerStats) -> dict[str, float]:
         "pulls": int(found.pulls),
         "staleness": found.staleness / max(found.pushes, 1.0),
         "received_bytes": int(found.received_bytes),
+        "dropped": int(found.dropped),
     }
 
 

@@ -253,6 +253,10 @@ class DownpourConfig(_Settings):
             and another may take its place; positive.
         table_bytes: size from which on the table of a `keras.layers.Embedding` lives on
             the servers only, 1 or more; None has a copy of each on each worker.
+        synchronous: whether a step is one of all workers, by the mean of their
+            gradients, each weighted by its rows: the synchronous parameter server.
+        backup_workers: of how many workers such a step does not wait, 0 or more; what
+            they compute for it is dropped.
         compression: a DGCConfig, to push only the largest elements of what has been
             accumulated, and to fetch only what has changed. For `keras.optimizers.SGD`.
             Its steps are this worker's pushes, `clip_norm` is the norm allowed to its
@@ -267,7 +271,8 @@ class DownpourConfig(_Settings):
         Dean et al.: Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD,
         `n_fetch` and `n_push`). Ho et al.: More Effective Distributed ML via a Stale
         Synchronous Parallel Parameter Server, NIPS 2013. Zhang et al.: Staleness-aware
-        Async-SGD for Distributed Deep Learning, IJCAI 2016.
+        Async-SGD for Distributed Deep Learning, IJCAI 2016. Chen et al.: Revisiting
+        Distributed Synchronous SGD, 2016 (backup workers).
     """
 
     fetch_period: int = 1
@@ -277,16 +282,20 @@ class DownpourConfig(_Settings):
     liveness: float = 30.0
     table_bytes: int | None = None
     compression: DGCConfig | None = None
+    synchronous: bool = False
+    backup_workers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("fetch_period", "push_period"):
             self._set(name, _count(name, getattr(self, name), 1))
+        self._set("backup_workers", _count("backup_workers", self.backup_workers))
         if self.max_staleness is not None:
             self._set("max_staleness", _count("max_staleness", self.max_staleness))
         if self.table_bytes is not None:
             self._set("table_bytes", _count("table_bytes", self.table_bytes, 1))
-        if not isinstance(self.staleness_rate, bool):
-            raise TypeError(_message("staleness_rate", "True or False", self))
+        for name in ("staleness_rate", "synchronous"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(_message(name, "True or False", self))
         self._set("liveness", _number("liveness", self.liveness))
         if not (math.isfinite(self.liveness) and self.liveness > 0):
             raise ValueError(_message("liveness", "a positive number of seconds", self))
@@ -302,6 +311,20 @@ class DownpourConfig(_Settings):
         if compression and compression.value_dtype not in FLOATING:
             rule = f"of a value_dtype among {FLOATING}"
             raise ValueError(_message("compression", rule, self))
+        self._check_synchronous()
+
+    def _check_synchronous(self) -> None:
+        if not self.synchronous:
+            if self.backup_workers:
+                rule = "0 without synchronous=True"
+                raise ValueError(_message("backup_workers", rule, self))
+            return
+        alone: dict[str, Any] = {"fetch_period": 1, "push_period": 1}
+        alone |= dict.fromkeys(("max_staleness", "table_bytes", "compression"))
+        for name, value in alone.items():
+            if getattr(self, name) != value:
+                rule = f"{value} with synchronous=True"
+                raise ValueError(_message(name, rule, self))
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""

@@ -304,6 +304,15 @@ def check_outsider(model: keras.Model, others: bool) -> str:
     return f"{told}. Where that is not meant, {remedy}"
 
 
+def clipping_of(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Say how Keras clips gradients for an optimizer; empty where it does not."""
+    return [
+        f"{name}={getattr(optimizer, name)}"
+        for name in ("clipnorm", "global_clipnorm", "clipvalue")
+        if getattr(optimizer, name, None) is not None
+    ]
+
+
 def warnings_about(
     optimizer: keras.optimizers.Optimizer,
     workers: int,
@@ -317,11 +326,7 @@ def warnings_about(
         config: of the strategy.
     """
     found = []
-    clips = [
-        f"{name}={getattr(optimizer, name)}"
-        for name in ("clipnorm", "global_clipnorm", "clipvalue")
-        if getattr(optimizer, name, None) is not None
-    ]
+    clips = clipping_of(optimizer)
     if clips and workers > 1 and isinstance(config, DGCConfig):
         found.append(
             f"{optimizer.name}: Keras clips each worker's own gradient "

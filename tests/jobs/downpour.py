@@ -330,11 +330,51 @@ def compressed() -> dict[str, Any]:
     }
 
 
+def _fitted(of: int, eagerly: bool) -> list[np.ndarray]:
+    """Train on batches of `of` rows, the last of 3."""
+    x, y = data(83)
+    found = []
+    for optimizer in (
+        keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+        keras.optimizers.Adam(0.01, global_clipnorm=0.3, use_ema=True),
+    ):
+        keras.utils.set_random_seed(8)
+        layers = [keras.Input([12]), keras.layers.Dense(1200, "relu")]
+        model = keras.Sequential([*layers, keras.layers.Dense(3)])
+        compiled(model, optimizer, run_eagerly=eagerly)
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(of)
+        model.fit(batches, epochs=1 if eagerly else 2, verbose=0)
+        found += [v.numpy() for v in model.trainable_variables]
+        found.append(np.array(int(optimizer.iterations)))
+    return found
+
+
+def together(eagerly: bool = False) -> dict[str, Any]:
+    """Take steps with the others; tell how far they are from those of one process."""
+    plain = _fitted(20, eagerly)
+    strategy = strategy_of(synchronous=True)
+    with strategy.scope():
+        found = _fitted(20, eagerly)
+    stats = strategy.server_stats()
+    pairs = zip(plain, found, strict=True)
+    return {
+        "differ": [float(np.abs(a - b).max()) for a, b in pairs],
+        "digest": hashlib.md5(b"".join(v.tobytes() for v in found)).hexdigest(),
+        "figures": [int(stats.pushes), int(stats.dropped), int(stats.all_pushes)],
+        "pieces": max(len(p.twin.pieces) for p in strategy.twins._pairs.values()),
+    }
+
+
 def train(
-    steps: int = 400, width: int = 8, pause: float = 0.02, **settings: Any
+    steps: int = 400,
+    width: int = 8,
+    pause: float = 0.02,
+    slow: int | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train for a time, a step after the other."""
+    """Train for a time, a step after the other; one of the workers ten times slower."""
     strategy = strategy_of(**settings)
+    pause *= 10 if strategy.rank == slow else 1
     with strategy.scope():
         model = compiled(perceptron(width), keras.optimizers.SGD(0.05))
     x, y = data(steps * 8 * strategy.workers)
@@ -347,7 +387,10 @@ def train(
 
     batch = 8 * strategy.workers
     model.fit(x, y, batch_size=batch, verbose=0, callbacks=[Pace()])
+    strategy.barrier()
     return {
+        "dropped": int(strategy.server_stats().dropped),
+        "digest": digest(model.trainable_variables),
         "loss": model.evaluate(x[:400], y[:400], verbose=0)[0],
         "finite": all(np.isfinite(v).all() for v in model.get_weights()),
         "pushes": int(strategy.server_stats().pushes),
@@ -355,7 +398,7 @@ def train(
     }
 
 
-CASES = serve, alone, integers, fit, absent, outside, compressed, train
+CASES = serve, alone, integers, fit, absent, outside, compressed, together, train
 
 if __name__ == "__main__":
     serving.main({each.__name__: each for each in CASES})

@@ -146,6 +146,42 @@ class FitTest(tf.test.TestCase):
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
+class TogetherTest(tf.test.TestCase):
+    def check_alike(self, workers: int, most: float, **arguments: Any) -> None:
+        with serving.Job(workers, 2) as job:
+            found = job.run("together", **arguments)
+        steps = 5 if arguments.get("eagerly") else 10
+        for each in found:
+            self.assertAllLessEqual(each["differ"], most)
+            self.assertEqual(each["figures"], [2 * steps, 0, steps])
+            self.assertEqual(each["digest"], found[0]["digest"])
+            self.assertEqual(each["pieces"], 2)
+
+    def test_steps_of_all_workers_are_those_of_one_process(self) -> None:
+        self.check_alike(3, 3e-6)
+
+    @pytest.mark.slow
+    def test_those_of_one_worker_are_to_the_bit(self) -> None:
+        self.check_alike(1, 0.0)
+
+    @pytest.mark.slow
+    def test_so_they_are_eagerly(self) -> None:
+        self.check_alike(2, 3e-6, eagerly=True)
+
+    def test_steps_do_not_wait_for_a_backup_worker_nor_does_the_end(self) -> None:
+        settings = {"synchronous": True, "backup_workers": 1, "pause": 0.04}
+        with serving.Job(3, 2) as job:
+            found = job.run("train", steps=60, slow=2, **settings)
+        self.assertEqual(len({each["digest"] for each in found}), 1)
+        self.assertGreater(found[2]["dropped"], 0)
+        self.assertLess(found[2]["pushes"] + found[2]["dropped"], 60)
+        for each in found:
+            self.assertLess(each["loss"], 1.1)
+            self.assertBetween(each["all"], 55, 65)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
 class RefusedTest(tf.test.TestCase):
     def fails(self, task: serving.Task, *texts: str) -> None:
         self.assertNotEqual(task.end(), 0)
@@ -199,6 +235,19 @@ class FaultsTest(tf.test.TestCase):
             joined = job.worker(1, "train", steps=60, **settings)
             found = [task.result() for task in (tasks[0], joined)]
         self.assertEqual([each["pushes"] for each in found], [250, 60])
+        for each in found:
+            self.assertTrue(each["finite"])
+            self.assertLess(each["loss"], 1.1)
+
+    def test_steps_of_all_go_on_without_a_worker_that_is_killed(self) -> None:
+        settings = {"synchronous": True, "liveness": 2.0}
+        with serving.Job(2, 1) as job:
+            tasks = [job.worker(k, "train", steps=150, **settings) for k in range(2)]
+            tasks[1].wait_for("step 30")
+            tasks[1].send(signal.SIGKILL)
+            joined = job.worker(1, "train", steps=60, **settings)
+            found = [task.result() for task in (tasks[0], joined)]
+        self.assertEqual([each["pushes"] for each in found], [150, 60])
         for each in found:
             self.assertTrue(each["finite"])
             self.assertLess(each["loss"], 1.1)

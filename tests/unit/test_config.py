@@ -279,6 +279,21 @@ class DownpourConfigTest(tf.test.TestCase):
         rule = "a positive number of seconds"
         self.assert_refused(ValueError, "liveness", (0, -1.0, INF, NAN), rule)
 
+    def test_synchronous_steps_stand_alone(self) -> None:
+        self.assert_refused(TypeError, "synchronous", (1, None), "True or False")
+        self.assert_refused(ValueError, "backup_workers", (-1,), "0 or more")
+        rule = "0 without synchronous=True"
+        self.assert_refused(ValueError, "backup_workers", (1,), rule)
+        for name, value in (
+            ("fetch_period", 2),
+            ("push_period", 2),
+            ("max_staleness", 0),
+            ("table_bytes", 9),
+            ("compression", DGCConfig()),
+        ):
+            with self.assertRaisesRegex(ValueError, f"`{name}` must be .* with synch"):
+                DownpourConfig(synchronous=True, **{name: value})
+
     def test_compression_is_of_floating_values_that_are_finite(self) -> None:
         name = "compression"
         self.assert_refused(TypeError, name, (True, 0.999, "dgc"), "a DGCConfig or N")

@@ -5,6 +5,7 @@ eagerly, and no variable object around a handle.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -225,6 +226,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         ResourceScatterSub and its kin share it: of two clients that change a row in the
         same instant one change is lost.
         """
+        if tf.executing_eagerly() and self.shape.rank > 1:
+            operation = _traced(operation, (self.dtype, *self.shape))
         operation(
             ref=self.handle,
             indices=slices.indices[:, tf.newaxis],
@@ -243,6 +246,15 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     def scatter_update(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace rows."""
         return self._scatter(tf.raw_ops.ResourceScatterNdUpdate, sparse_delta)
+
+    def take_number(self) -> tf.Tensor:
+        """Add 1 to a counter; return what it was: each number goes to one client only.
+
+        Returns:
+            Shape [], int64, as the counter is; on the server.
+        """
+        number = _traced(_number, ()) if tf.executing_eagerly() else _number
+        return number(resource=self.handle)
 
     def _serialize_to_tensors(self) -> Any:
         raise NotImplementedError("Keras saves the value instead")
@@ -313,6 +325,27 @@ class Table(SharedVariable):
     def accessed(self) -> None:
         """Let tapes watch it. tensorflow/python/eager/tape.py: variable_accessed."""
         tape.variable_accessed(self)
+
+
+def _number(resource: Any) -> tf.Tensor:
+    limit = tf.int64.max
+    return tf.raw_ops.ResourceCountUpTo(resource=resource, limit=limit, T=tf.int64)
+
+
+@functools.cache
+def _traced(operation: Callable[..., Any], form: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return an operation that knows of what shape a variable is, as it does in graphs.
+
+    Eagerly, shape inference takes what is on a server for a scalar. There is one for
+    each form of a variable, as TensorFlow warns of functions that are traced often.
+    """
+
+    def traced(**inputs: Any) -> Any:
+        found = operation(**inputs)
+        return found if tf.is_tensor(found) else None
+
+    function: Callable[..., Any] = tf.function(traced, autograph=False)
+    return function
 
 
 def _handle(

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, values
@@ -33,6 +34,7 @@ from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.pushed import Chosen, Pushed
+from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers import members
 from tf_dgc.servers.clocks import Clocks
 from tf_dgc.servers.members import Members
@@ -47,7 +49,9 @@ class ServerStats(NamedTuple):
     staleness: tf.Tensor  # shape [], float64; sum over its pushes
     sent_bytes: tf.Tensor  # shape [], int64; gradients
     received_bytes: tf.Tensor  # shape [], int64; parameters
-    all_pushes: tf.Tensor  # shape [], int64; of all workers, as far as it knows
+    all_pushes: tf.Tensor  # shape [], int64; of all workers, as far as it knows;
+    #   of steps, where they are taken together
+    dropped: tf.Tensor  # shape [], int64; its gradients that came too late for a step
 
 
 class Kept(NamedTuple):
@@ -81,6 +85,8 @@ class Downpouring:
     Attributes:
         twins: of all that is trained.
         totals: what this worker did with the servers.
+        rows: shape [], float32; of this worker's batch.
+        last: called where steps are taken together, and too few workers are left.
     """
 
     lockstep = False
@@ -94,6 +100,9 @@ class Downpouring:
         self.totals = Totals()
         self.versions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._expected: Trained | None = None
+        self.last: Callable[[], None] = lambda: None
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.rows = own_variable(tf.ones([]), "downpour_rows")
 
     def expect(self, trained: Trained) -> None:
         """Tell what the next exchange is to know."""
@@ -113,7 +122,7 @@ class Totals:
     def __init__(self) -> None:
         """Create the variables, zero, outside of any graph."""
         with tf.init_scope(), tf.device("CPU:0"):
-            self._counts = own_variable(tf.zeros([5], tf.int64), "downpour_counts")
+            self._counts = own_variable(tf.zeros([6], tf.int64), "downpour_counts")
             self._stale = own_variable(tf.zeros([], tf.float64), "downpour_staleness")
 
     def add(
@@ -123,11 +132,12 @@ class Totals:
         sent: Any = 0,
         received: Any = 0,
         stale: Any = None,
+        dropped: Any = 0,
     ) -> None:
         """Add to them."""
         with tf.device("CPU:0"):
-            added = [tf.cast(v, tf.int64) for v in (pushes, pulls, sent, received, 0)]
-            self._counts.assign_add(tf.stack(added))
+            added = pushes, pulls, sent, received, 0, dropped
+            self._counts.assign_add(tf.stack([tf.cast(v, tf.int64) for v in added]))
             if stale is not None:
                 self._stale.assign_add(stale)
 
@@ -135,13 +145,12 @@ class Totals:
         """Note how many pushes there were of all workers."""
         with tf.device("CPU:0"):
             now = self._counts.read_value()
-            self._counts.assign(tf.concat([now[:4], [version]], 0))
+            self._counts.assign(tf.concat([now[:4], [version], now[5:]], 0))
 
     def stats(self) -> ServerStats:
         """Return them."""
-        pushes, pulls, sent, received, all_pushes = tf.unstack(self._counts, 5)
-        stale = self._stale.read_value()
-        return ServerStats(pushes, pulls, stale, sent, received, all_pushes)
+        pushes, pulls, *counts = tf.unstack(self._counts, 6)
+        return ServerStats(pushes, pulls, self._stale.read_value(), *counts)
 
 
 class Downpour(Exchange):
@@ -200,6 +209,7 @@ class Downpour(Exchange):
             device = self.transport.device
             self._pushed = Pushed(*args, device, trained.overwritten)
         self._chosen: Chosen | None = None
+        self.together: Together | None = None
         self._fetch: Callable[[], None] | None = None
         self._settled = 0
         self._local: list[Any] = []
@@ -215,6 +225,11 @@ class Downpour(Exchange):
         pairs = self.twins.add(name, self.variables, trained.whole)
         if self._pushed is not None:
             self._pushed.open(name, servers, self._members, self.twins)
+        if self.config.synchronous:
+            twins: Any = [self.twins.of(variable) for variable in self.variables]
+            backups = self.config.backup_workers
+            place = servers, self._members, twins, backups, self._make.rows
+            self.together = Together(name, *place)
         version = self._make.versions.get(self.owner())
         fresh = version is None
         self.version = version or servers.variable(f"{name}.version", tf.int64)
@@ -249,6 +264,8 @@ class Downpour(Exchange):
                 self.clocks.begin()
             if self._pushed is not None:
                 self._pushed.begin()
+            if self.together is not None:
+                self.together.begin()
             ready = [twin for _, twin in pairs] + [shared for _, shared in moved]
             # Operations on one server keep their order; so all is there.
             if not all(each.initialized for each in ready):
@@ -271,6 +288,8 @@ class Downpour(Exchange):
         self.known.assign(self.version.read_value())
         self._fetched.assign(self.known)
         self._count()
+        if self.together is not None:
+            self.together.turns.join()
         self._pull() if self._pushed else self.twins.pull([m for m, _ in pairs])
 
     def _beside(self, name: str, kept: Kept) -> Any:
@@ -307,6 +326,8 @@ class Downpour(Exchange):
         """Return what is to be pushed: this worker's gradients, or their sum."""
         if self._pushed is not None:
             return self._selected(self._pushed, local, momentum)
+        if self.together is not None:
+            local = [tf.convert_to_tensor(gradient) for gradient in local]
         self._local = local
         self._rate = None if momentum is None else momentum.learning_rate
         flags = [False] * len(local)
@@ -338,13 +359,17 @@ class Downpour(Exchange):
             sent = tf.where(due, sent, tf.zeros([2], tf.int64))
         return Update(steps, [True] * len(steps), due, sent)
 
-    def push(self, update: Callable[[tf.Tensor], None]) -> None:
+    def push(self, update: Callable[..., None]) -> None:
         """Count a push, and do it.
 
         Args:
             update: takes what its learning rate is to be multiplied by: shape [],
-                float32; changes what is on the servers.
+                float32; and, where a step is taken together, the gradients that it is
+                of; changes what is on the servers.
         """
+        if self.together is not None:
+            self._push_together(self.together, update)
+            return
         with tf.device(self.version.device):
             number = tf.identity(self.version.assign_add(1, read_value=True))
         with tf.device("CPU:0"):
@@ -365,6 +390,28 @@ class Downpour(Exchange):
         self._make.totals.add(pushes=1, sent=sent, stale=stale)
         for total in self._sums:
             total.assign(tf.zeros(total.shape, total.dtype))
+
+    def _push_together(self, together: Together, update: Callable[..., None]) -> None:
+        def apply(means: list[Pieces]) -> None:
+            update(tf.ones([]), means)
+            self.version.assign_add(1)
+
+        in_time, over = together.push(self._local, apply)
+        with tf.device("CPU:0"):
+            told = tf.cond(
+                over,
+                lambda: tf.numpy_function(self._end, [], tf.bool, stateful=True),
+                lambda: tf.constant(False),
+            )
+            pushes = tf.cast(in_time, tf.int64)
+            size = pushes * _cost(self._local)[0]
+            with tf.control_dependencies([told]):
+                totals = self._make.totals
+                totals.add(pushes=pushes, sent=size, dropped=1 - pushes)
+
+    def _end(self) -> Any:
+        self._make.last()
+        return np.bool_(True)
 
     def _seen_own(self) -> tf.Tensor:
         """Return how many of its own pushes this worker's copy has taken as well."""
@@ -411,7 +458,10 @@ class Downpour(Exchange):
         """Let this worker's copy be what is on the servers."""
         with tf.device(self.version.device):
             version = tf.identity(self.version.read_value())
-        with tf.control_dependencies([version]):
+        first = [version]
+        if self.together is not None:
+            first.append(self.together.turns.follow())
+        with tf.control_dependencies(first):
             size = self._pull()
             self._fetched.assign(version)
             self.known.assign(version)

@@ -30,6 +30,7 @@ NEVER, HERE, LEFT, FAILED = range(4)  # what became of a worker
 _POLL_SECONDS = 0.05
 _CLAIM_SECONDS = 0.2  # until two that claim a place in one instant see it
 _LEAVE_SECONDS = 10.0
+_TELL_SECONDS = 10.0
 
 
 class Members:
@@ -217,22 +218,43 @@ class Members:
         """
         self._barriers += 1
         self.put(self._arrived, self._barriers)
-        deadline = time.monotonic() + self._timeout
+        self.wait_for_others(self._arrived, self._barriers, "A barrier")
+
+    def wait_for_others(self, counts: SharedVariable, own: int, subject: str) -> None:
+        """Wait until no worker has counted less than this one.
+
+        But for those that have ended, are not heard of any more, or have not begun
+        within the timeout.
+
+        Args:
+            counts: shape [W], int64.
+            own: this worker's.
+            subject: of what is told.
+        """
+        began = time.monotonic()
+        told = False
         while True:
             states = self._states.read_value().numpy()
-            late = self._arrived.read_value().numpy() < self._barriers
+            late = counts.read_value().numpy() < own
             absent = late & (states == NEVER)
-            if not (late & self.living().numpy()).any():
+            here = late & self.living().numpy()
+            waited = time.monotonic() - began
+            if not here.any():
                 if not absent.any():
                     return
-                if time.monotonic() > deadline:
+                if waited > self._timeout:
                     _logger.warning(
-                        "A barrier does not wait for workers that have not begun "
-                        "within %g s: %s",
+                        "%s does not wait for workers that have not begun within %g s: "
+                        "%s",
+                        subject,
                         self._timeout,
                         np.flatnonzero(absent).tolist(),
                     )
                     return
+            if not told and waited > _TELL_SECONDS:
+                told = True
+                missing = np.flatnonzero(absent | here).tolist()
+                _logger.info("%s waits for workers %s", subject, missing)
             time.sleep(2 * _POLL_SECONDS)
 
     @property

@@ -25,11 +25,20 @@ def is_left_to_keras(model: keras.Model, step: Any) -> bool:
     Returns:
         Whether the step, or a loss, divides something itself, or adds up rows.
     """
-    losses = [*tf.nest.flatten(getattr(model, "loss", None)), *vars(model).values()]
-    if any(getattr(each, "reduction", None) == "sum" for each in losses):
+    if sums_of(model):
         return True
-    first = [step, type(model).compute_loss, *losses]
+    first = [step, type(model).compute_loss, *_losses_of(model)]
     return any(_NAMES & set(code.co_names) for code in _codes(model, first))
+
+
+def sums_of(model: keras.Model) -> list[Any]:
+    """Return those losses of a model that are sums of rows."""
+    found = _losses_of(model)
+    return [each for each in found if getattr(each, "reduction", None) == "sum"]
+
+
+def _losses_of(model: keras.Model) -> list[Any]:
+    return [*tf.nest.flatten(getattr(model, "loss", None)), *vars(model).values()]
 
 
 def _codes(model: keras.Model, first: list[Any]) -> Iterator[types.CodeType]:

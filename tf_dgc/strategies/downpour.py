@@ -21,7 +21,7 @@ from tf_dgc.servers import cluster as clusters
 from tf_dgc.servers import tables
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
-from tf_dgc.strategies import embeddings, files, randomness
+from tf_dgc.strategies import division, embeddings, files, randomness, slicing
 from tf_dgc.strategies.base import BaseStrategy, _of_several
 from tf_dgc.strategies.served import DownpourExtended
 from tf_dgc.transports import base
@@ -93,6 +93,9 @@ class DownpourStrategy(BaseStrategy):
         self._members = Members(*place, config.liveness, timeout, record, told)
         self._make = Downpouring(config, self._servers, self._members)
         self._settings = config
+        self._make.last = self._end_fit
+        self._before_step: list[Callable[[], None]] = []
+        self._fitted: keras.Model | None = None
         self._fits = self._evaluates = self._fit_count = 0
         super().__init__(Mesh.of(transport), config, self._make)
         self.tables = tables.Tables(self._servers, self._members, self)
@@ -235,6 +238,30 @@ class DownpourStrategy(BaseStrategy):
 
     # Training.
 
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        """Run `fn` on this worker's replica; see `BaseStrategy.run`.
+
+        Raises:
+            ValueError: `fn` is a step of a model that cannot be trained like this.
+        """
+        model = _host.keras.model_of(fn) if self._settings.synchronous else None
+        if model is not None:
+            if sums := division.sums_of(model):
+                raise ValueError(
+                    "Losses must not have reduction='sum' with DownpourConfig("
+                    "synchronous=True), which takes means over the rows of all "
+                    f"workers. Received: {sums}"
+                )
+            rows = slicing.row_count(slicing.as_tensors(args))
+            self._make.rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
+        return super().run(fn, args, kwargs, options)
+
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
     ) -> None:
@@ -251,6 +278,8 @@ class DownpourStrategy(BaseStrategy):
             tables = [v.name for v in variables if isinstance(v, Table)]
             optimizers.refuse_unselected(optimizer, self._settings, tables)
             self._warn(self._warnings_about(optimizer))
+            if self._settings.synchronous:
+                _host.hooks.clip_sums(optimizer)  # the mean is clipped, see `_of_all`
             self._make.expect(self._trained(optimizer, variables))
             self._current = self._ledger.of(optimizer, variables, momentum)
             if optimizer.use_ema:
@@ -297,7 +326,8 @@ class DownpourStrategy(BaseStrategy):
                 if found
                 else []
             )
-        if alone or self._settings.max_staleness == 0:
+        in_step = self._settings.synchronous or self._settings.max_staleness == 0
+        if alone or in_step:
             return []
         if momentum is None or not momentum.factor:
             return []
@@ -318,7 +348,10 @@ class DownpourStrategy(BaseStrategy):
         return found
 
     def at_push(self, do: Callable[[], None]) -> None:
-        """Do something in the steps that push."""
+        """Do something in the steps that push; once, where they are of all workers."""
+        if self._settings.synchronous:
+            self._before_step.append(do)
+            return
         if self._settings.push_period == 1:
             do()
             return
@@ -335,10 +368,14 @@ class DownpourStrategy(BaseStrategy):
         """Push the gradients, and fetch the parameters."""
         used = [(g, v) for g, v in pairs if g is not None]
         exchange: Any = self._ledger.of(optimizer, [v for _, v in used])
+        before, self._before_step = self._before_step, []
 
         def push(pairs: list[Any], rate: Any) -> None:
-            def do(factor: tf.Tensor) -> None:
-                update(pairs, rate * tf.cast(factor, rate.dtype))
+            def do(factor: tf.Tensor, means: Any = None) -> None:
+                for each in before:
+                    each()
+                of = pairs if means is None else self._of_all(optimizer, pairs, means)
+                update(of, rate * tf.cast(factor, rate.dtype))
                 self._after(optimizer)
 
             exchange.push(do)
@@ -350,6 +387,13 @@ class DownpourStrategy(BaseStrategy):
                 twins = self.twins
                 tf.cond(twins.changed.read_value(), twins.give, lambda: None)
             super().exchange_and_update(optimizer, used, learning_rate, push)
+
+    @staticmethod
+    def _of_all(optimizer: Any, pairs: list[Any], means: list[Any]) -> list[Any]:
+        """Return pairs with what all workers computed in the place of gradients."""
+        if optimizers.clipping_of(optimizer):
+            means = _host.hooks.clipped(optimizer, [mean.joined() for mean in means])
+        return list(zip(means, [variable for _, variable in pairs], strict=True))
 
     def _after(self, optimizer: Any) -> None:
         """Average, overwrite and constrain, on the servers, as Keras does."""
@@ -408,8 +452,13 @@ class DownpourStrategy(BaseStrategy):
         Who has died, as far as `liveness` tells, has ended, or has not begun within
         TF_DGC_TIMEOUT, is not waited for.
         """
+        takes_part = [turns for turns in self._turns() if turns.takes_part]
         self._leave_clocks()
         self._members.barrier()
+        for turns in takes_part:  # before anybody takes a step
+            turns.enter()
+        if takes_part:
+            self._members.barrier()
         self.fetch()
 
     @contextlib.contextmanager
@@ -434,15 +483,17 @@ class DownpourStrategy(BaseStrategy):
             raise type(error)(error.node_def, error.op, text) from error
 
     @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
+    def fitting(self, model: keras.Model) -> Iterator[None]:
         """Take the data that are distributed next for those of `fit`."""
         self._fits += 1
+        self._fitted = model
         self._fit_count += 1
         self.extended.training_next = True
         try:
             yield
         finally:
             self._fits -= 1
+            self._fitted = None
             self.extended.training_next = False
             with contextlib.suppress(tf.errors.OpError):  # of a server that has failed
                 self._leave_clocks()
@@ -462,6 +513,18 @@ class DownpourStrategy(BaseStrategy):
         for exchange in exchanges:
             if exchange.clocks is not None:
                 exchange.clocks.leave()
+        for turns in self._turns():
+            turns.leave()
+
+    def _turns(self) -> list[Any]:
+        exchanges: list[Any] = self._ledger.exchanges()
+        found = [exchange.together for exchange in exchanges]
+        return [together.turns for together in found if together is not None]
+
+    def _end_fit(self) -> None:
+        """End `fit`, where too few others are left for a step."""
+        if self._fitted is not None:
+            self._fitted.stop_training = True
 
 
 def _constrain(constraint: Any, twin: Any) -> None:
@@ -512,7 +575,7 @@ def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
                 "the servers, and other workers train while it has swapped them. "
                 f"Received: {each!r}. The end of `fit` puts them into the model"
             )
-    with strategy.fitting(), strategy.named_errors():
+    with strategy.fitting(model), strategy.named_errors():
         return original(model, *args, **kwargs)
 
 

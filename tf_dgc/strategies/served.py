@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_dgc import _host, optimizers
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.together import Pieces
 from tf_dgc.strategies import data
 from tf_dgc.strategies.extended import OneReplicaExtended
 
@@ -198,6 +199,8 @@ def _made_now(initial_value: Any, name: str | None = None, **kwargs: Any) -> Any
 
 def _rows(part: Any, twin: Any, at: int) -> Any:
     """Return what belongs to a piece of a twin: rows of a gradient; else all."""
+    if isinstance(part, Pieces):
+        return part.parts[at]
     if len(twin.pieces) == 1:
         return part
     _, start, stop = twin.pieces[at]

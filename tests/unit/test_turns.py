@@ -1,0 +1,208 @@
+"""Tests of steps that workers take together on servers: in this process, by threads."""
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc.exchanges.together import Pieces, Together
+from tf_dgc.servers.shards import Shard
+from tf_dgc.servers.shared import Servers
+from tf_dgc.servers.turns import Turns
+
+DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
+_numbers = itertools.count()
+
+
+class Worker:
+    """One of `members`, of whom tests say who lives."""
+
+    def __init__(self, index: int, dead: set[int], workers: int) -> None:
+        self.index, self.workers, self.liveness, self.dead = index, workers, 0.3, dead
+
+    def living(self) -> tf.Tensor:
+        return tf.constant([k not in self.dead for k in range(self.workers)])
+
+    def put(self, variable: Any, value: Any) -> None:
+        values = tf.reshape(tf.cast(value, variable.dtype), [1])
+        variable.scatter_update(tf.IndexedSlices(values, tf.constant([self.index])))
+
+    def wait_for_others(self, counts: Any, own: int, subject: str) -> None:
+        while (counts.read_value().numpy() < own).any():
+            pass
+
+
+class Job:
+    """W workers, and two servers with a matrix in two pieces, and a scalar."""
+
+    def __init__(self, workers: int, backup_workers: int = 0) -> None:
+        self.name, self.dead = f"turns{next(_numbers)}", set[int]()
+        self.workers = workers
+        self.together = [self._of(k, backup_workers) for k in range(workers)]
+        self.together[0].begin()
+        for twin in self.together[0]._twins:
+            twin.assign(tf.zeros(twin.whole))
+        self.applied: list[tuple[int, list[np.ndarray]]] = []
+
+    def _of(self, index: int, backup_workers: int) -> Together:
+        servers = Servers(["a:1", "b:1"])
+        servers.devices = [DEVICE, DEVICE]
+        twins = [
+            servers.sharded(f"{self.name}.{i}", tf.float32, shape, shards)
+            for i, (shape, shards) in enumerate(
+                [([5, 2], [Shard(0, 0, 3), Shard(1, 3, 5)]), ([], [Shard(1, 0, 0)])]
+            )
+        ]
+        worker: Any = Worker(index, self.dead, self.workers)
+        rows = tf.Variable(float(index + 1))
+        args = f"{self.name}.t", servers, worker, twins, backup_workers, rows
+        return Together(*args)
+
+    def step(self, k: int, gradients: list[np.ndarray]) -> tuple[bool, bool]:
+        """Take a step as worker k; tell whether it came in time, and was the last."""
+        together = self.together[k]
+
+        def apply(means: list[Pieces]) -> None:
+            found = [mean.joined() for mean in means]
+            self.applied.append((k, [mean.numpy() for mean in found]))
+            for twin, mean in zip(together._twins, found, strict=True):
+                twin.assign_sub(mean)
+
+        in_time, over = together.push([tf.constant(g) for g in gradients], apply)
+        together.turns.follow()
+        return bool(in_time), bool(over)
+
+    def run(self, steps: int, gradients: Any) -> list[list[tuple[bool, bool]]]:
+        """Let each worker take steps in a thread of its own."""
+        found: list[list[tuple[bool, bool]]] = [[] for _ in range(self.workers)]
+        errors: list[BaseException] = []
+
+        def train(k: int) -> None:
+            try:
+                for t in range(steps):
+                    found[k].append(self.step(k, gradients(k, t)))
+                    if found[k][-1][1]:
+                        break
+            except BaseException as error:
+                errors.append(error)
+            self.turns(k).leave()
+
+        threads = [
+            threading.Thread(target=train, args=[k]) for k in range(self.workers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return found
+
+    def turns(self, k: int) -> Turns:
+        return self.together[k].turns
+
+    def value(self) -> list[np.ndarray]:
+        return [twin.read_value().numpy() for twin in self.together[0]._twins]
+
+
+def drawn(k: int, t: int) -> list[np.ndarray]:
+    random = np.random.default_rng([k, t])
+    shapes: list[tuple[int, ...]] = [(5, 2), ()]
+    return [random.integers(-9, 9, shape).astype("float32") for shape in shapes]
+
+
+class TurnsTest(tf.test.TestCase):
+    def test_each_step_is_taken_once_by_the_mean_weighted_by_rows(self) -> None:
+        job, steps = Job(3), 12
+        found = job.run(steps, drawn)
+        self.assertEqual(found, [[(True, False)] * steps] * 3)
+        self.assertLen(job.applied, steps)
+        for t, (_, means) in enumerate(job.applied):
+            for i, mean in enumerate(means):
+                expected = sum((k + 1) * drawn(k, t)[i] for k in range(3)) / 6
+                self.assertAllClose(mean, expected, rtol=1e-6, atol=1e-6)
+        for i, value in enumerate(job.value()):
+            self.assertAllClose(value, -sum(m[i] for _, m in job.applied), atol=1e-4)
+
+    def test_a_step_does_not_wait_for_backup_workers(self) -> None:
+        job, steps = Job(3, backup_workers=1), 15
+        found = job.run(steps, lambda k, t: [np.ones((5, 2), "f"), np.float32(1)])
+        in_time = sum(each[0] for of in found for each in of)
+        self.assertBetween(len(job.applied), steps, 3 * steps)
+        self.assertGreaterEqual(in_time, 2 * len(job.applied))
+        for _, means in job.applied:  # of some whole gradients, whoever came
+            for mean in means:
+                self.assertAllClose(mean, np.ones_like(mean), rtol=1e-6)
+        for value in job.value():
+            self.assertAllClose(value, np.full_like(value, -len(job.applied)))
+
+    def test_what_comes_too_late_is_dropped(self) -> None:
+        job = Job(2, backup_workers=1)
+        job.run(1, drawn)  # both are there once
+        for turns in map(job.turns, range(2)):
+            turns.own.assign(turns._step.read_value())
+        job.applied.clear()
+        before = job.value()
+        threads = [threading.Thread(target=job.turns(k).enter) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(job.step(0, drawn(0, 1)), (True, False))
+        self.assertEqual(job.step(1, drawn(1, 1)), (False, False))
+        self.assertEqual(job.step(1, drawn(1, 2)), (True, False))
+        self.assertEqual([k for k, _ in job.applied], [0, 1])
+        for i, value in enumerate(job.value()):
+            self.assertAllEqual(value, before[i] - drawn(0, 1)[i] - drawn(1, 2)[i])
+
+    def test_the_dead_hold_nobody_back(self) -> None:
+        job = Job(3)
+        job.dead.add(2)
+        for k in range(2):
+            job.turns(k)._is_inside.assign(True)
+            job.together[k]._members.put(job.turns(k)._inside, 1)
+        first = threading.Thread(target=job.step, args=[0, drawn(0, 0)])
+        first.start()
+        self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
+        first.join()
+        self.assertLen(job.applied, 1)
+
+    def one_that_applies(self, job: Job) -> Turns:
+        """Let worker 0 be about to apply the first step."""
+        turns = job.turns(0)
+        turns._is_inside.assign(True)
+        job.together[0]._members.put(turns._inside, 1)
+        turns.arrive(tf.ones([]))
+        applies, over = turns.wait()
+        self.assertTrue(applies)
+        self.assertFalse(over)
+        return turns
+
+    def test_a_worker_that_dies_while_it_applies_a_step_ends_the_others(self) -> None:
+        job = Job(2, backup_workers=1)
+        self.one_that_applies(job)
+        job.dead.add(0)
+        job.turns(1)._is_inside.assign(True)
+        job.together[1]._members.put(job.turns(1)._inside, 1)
+        with self.assertRaisesRegex(
+            tf.errors.InvalidArgumentError, "has died while it applied a step"
+        ):
+            job.step(1, drawn(1, 0))
+
+    def test_who_leaves_gives_its_turn_back(self) -> None:
+        job = Job(2, backup_workers=1)
+        first, late = self.one_that_applies(job), job.turns(1)
+        late._is_inside.assign(True)
+        first.count()
+        self.assertFalse(late._draw())  # of the first step, but that is taken
+        self.assertEqual(int(late._duty), 1)
+        late.leave()
+        first.follow()
+        self.assertEqual(job.step(0, drawn(0, 1)), (True, False))
+        self.assertLen(job.applied, 1)
+
+
+if __name__ == "__main__":
+    tf.test.main()

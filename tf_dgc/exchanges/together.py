@@ -1,0 +1,162 @@
+"""Gradients meet on servers, where one worker takes the step for all.
+
+The synchronous parameter server. Of a step, with n_k rows of each of W workers:
+
+    g_k <- gradient of worker k at x, its copy of the parameters
+    w   <- the optimizer's step by sum n_k g_k / sum n_k, of those that have arrived
+    x   <- w
+
+A step waits for all that take part, or for all but some: those that come later drop
+their gradient. See `servers/turns.py`.
+
+References:
+    Chen, Pan, Monga, Bengio, Jozefowicz: Revisiting Distributed Synchronous SGD, 2016
+    (backup workers).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc._host.shared import Piece, SharedVariable
+from tf_dgc.servers.members import Members
+from tf_dgc.servers.shared import Servers
+from tf_dgc.servers.turns import Arrived, Turns
+
+
+class Pieces:
+    """A tensor in pieces of rows, each where the variable's own piece is.
+
+    Attributes:
+        parts: in the order of rows.
+    """
+
+    def __init__(self, parts: Sequence[tf.Tensor]) -> None:
+        """Take the pieces."""
+        self.parts = list(parts)
+
+    def joined(self) -> tf.Tensor:
+        """Return all of it."""
+        return self.parts[0] if len(self.parts) == 1 else tf.concat(self.parts, 0)
+
+
+class Together:
+    """The gradients of all workers, of T variables, on the servers.
+
+    Attributes:
+        turns: whose it is to take a step.
+        rows: shape [], float32; of this worker's batch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        servers: Servers,
+        members: Members,
+        twins: Sequence[SharedVariable],
+        backup_workers: int,
+        rows: tf.Variable,
+    ) -> None:
+        """Make the variables.
+
+        Args:
+            name: prefix of theirs.
+            servers: of the job.
+            members: its workers.
+            twins: T, that are trained.
+            backup_workers: of how many workers a step does not wait.
+            rows: see above.
+        """
+        self._members, self._twins, self.rows = members, list(twins), rows
+        self.turns = Turns(name, servers, members, backup_workers)
+
+        def given(i: int, j: int, twin: SharedVariable, piece: Piece) -> SharedVariable:
+            cut = len(twin.pieces) > 1
+            first = [piece.stop - piece.start] if cut else []
+            rest = twin.whole[1:] if cut else twin.whole
+            shape = [members.workers, *first, *rest.as_list()]
+            server = servers.devices.index(piece.device)
+            return servers.variable(f"{name}.given.{i}.{j}", twin.dtype, shape, server)
+
+        self._given = [
+            [given(i, j, twin, piece) for j, piece in enumerate(twin.pieces)]
+            for i, twin in enumerate(self._twins)
+        ]
+
+    def begin(self) -> None:
+        """Give first values: no gradient is there."""
+        self.turns.begin()
+        for pieces in self._given:
+            for piece in pieces:
+                piece.assign(tf.zeros(piece.shape, piece.dtype))
+
+    def push(
+        self, local: Sequence[tf.Tensor], apply: Callable[[list[Pieces]], None]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Give this worker's gradients, and take the step if that is its turn.
+
+        Args:
+            local: T gradients.
+            apply: takes the T means; changes what is on the servers.
+
+        Returns:
+            Whether they came in time, and whether too few workers take part for any
+            step to come: each of shape [], bool.
+        """
+        turns = self.turns
+        with tf.control_dependencies(list(local)):
+            entered = turns.enter()
+        with tf.control_dependencies([entered]):
+            in_time = turns.is_open()
+
+        def give() -> tf.Tensor:
+            with tf.control_dependencies(completed(lambda: self._give(local))):
+                turns.arrive(self.rows.read_value())
+            return tf.constant(True)
+
+        def take() -> None:
+            means = self._means(turns.arrived())
+            with tf.control_dependencies(completed(lambda: apply(means))):
+                turns.count()
+
+        given = tf.cond(in_time, give, lambda: tf.constant(False))
+        with tf.control_dependencies([given]):
+            applies, over = turns.wait()
+        tf.cond(applies, take, lambda: None)
+        return in_time, over
+
+    def _give(self, local: Sequence[tf.Tensor]) -> None:
+        own = tf.constant([self._members.index])
+        for gradient, pieces, twin in zip(local, self._given, self._twins, strict=True):
+            for piece, (_, start, stop) in zip(pieces, twin.pieces, strict=True):
+                rows = gradient if len(pieces) == 1 else gradient[start:stop]
+                piece.scatter_update(tf.IndexedSlices(rows[tf.newaxis], own))
+
+    def _means(self, arrived: Arrived) -> list[Pieces]:
+        """Return the means of the gradients that count, where they are."""
+
+        def mean(piece: SharedVariable) -> tf.Tensor:
+            with tf.device(piece.device):
+                found = piece.sparse_read(tf.identity(arrived.workers))
+                weights = tf.cast(arrived.weights, found.dtype)
+                axes = [-1, *[1] * (found.shape.rank - 1)]
+                return tf.reduce_sum(found * tf.reshape(weights, axes), 0)
+
+        return [Pieces([mean(piece) for piece in pieces]) for pieces in self._given]
+
+
+def completed(do: Callable[[], None]) -> list[Any]:
+    """Do something, on whatever servers; return what comes after all of it.
+
+    Operations on one variable keep their order by themselves, those on others do not.
+    """
+    if tf.executing_eagerly():
+        do()
+        with tf.experimental.async_scope():
+            return []  # at whose end all servers have answered
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    do()
+    found = graph.get_operations()[before:]
+    return [tf.group(*[each for each in found if each.op_def.is_stateful])]
