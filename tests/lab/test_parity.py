@@ -44,9 +44,9 @@ class ScriptTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as name:
             options = ["--epochs", "2", "--limit", "512", "--warmup-epochs", "0"]
             options += ["--workers", "2", "--seeds", "1", "--results", name]
+            options += ["--rows", "dense", "downpour_dgc"]
             result = subprocess.run(
-                [sys.executable, str(SCRIPT), "digits", *options]
-                + ["--rows", "dense", "downpour_dgc"],
+                [sys.executable, str(SCRIPT), "digits", *options],
                 capture_output=True,
                 text=True,
                 timeout=270,
