@@ -85,7 +85,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "digits": {
         "batch_size": 64,
-        "learning_rate": 0.1,
+        "learning_rate": 0.3,
         "momentum": 0.0,
         "weight_decay": None,
         "clip_norm": None,
