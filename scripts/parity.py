@@ -3,12 +3,17 @@
 
     scripts/parity.py cifar10 --epochs 24 --seeds 1 2 3 --rows dense dgc
     scripts/parity.py text --jobs 2 --rows dense dgc rate_1:learning_rate=1.0
+    scripts/parity.py digits --epochs 12 --warmup-epochs 0 --workers 2 \
+        --rows dense dgc downpour downpour_dgc
 
-Trains a ResNet-8 on CIFAR-10, or an LSTM language model on characters, on logical
-workers in one process (`tf_dgc.simulate`); with a `period`, which averages parameters,
-on real ones (`run_local.py`). A row of the table is a name from ROWS below, or a name
-of one's own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...;
-schedule, "cosine" or "step"), or of averaging; `warmup_epochs` is counted in epochs.
+Trains a ResNet-8 on CIFAR-10, an LSTM language model on characters, or the network of
+examples/digits.py, on logical workers in one process (`tf_dgc.simulate`); with a
+`period`, which averages parameters, or `servers`, which train asynchronously, on real
+ones (`run_local.py`). A row of the table is a name from ROWS below, or a name of one's
+own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...; schedule,
+"cosine" or "step"; optimizer, "sgd" or "adagrad"), of averaging, or of servers;
+`warmup_epochs` is counted in epochs. With `servers` a step of the schedule is a push, W
+of which make an epoch's step, there is no warm-up, and `clip_norm` is of compression.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
@@ -26,6 +31,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -57,6 +63,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "outer_16": {"period": 16, "outer_rate": 0.7},
     "outer_64": {"period": 64, "outer_rate": 0.7},
     "compressed_16": {"period": 16, "compress": True, "sparsity": 0.99},
+    "downpour": {"servers": 1},
+    "downpour_dgc": {"servers": 1, "compress": True},
 }
 TASKS: dict[str, dict[str, Any]] = {
     "cifar10": {
@@ -75,6 +83,15 @@ TASKS: dict[str, dict[str, Any]] = {
         "clip_norm": 0.25,
         "min_elements": 0,
     },
+    "digits": {
+        "batch_size": 64,
+        "learning_rate": 0.3,
+        "momentum": 0.0,
+        "weight_decay": None,
+        "clip_norm": None,
+        "min_elements": 1024,
+        "sparsity": 0.99,
+    },
 }
 DEFAULTS: dict[str, Any] = {
     "sparsity": 0.999,
@@ -85,14 +102,23 @@ DEFAULTS: dict[str, Any] = {
     "value_dtype": "float32",
     "rate_correction": True,
     "schedule": "cosine",
+    "optimizer": "sgd",
 }
-# Of averaging; they are no part of other rows, which have no period.
+# Of averaging, and of servers; they are no part of other rows.
 AVERAGING: dict[str, Any] = {
     "period": None,
     "synchronous_steps": 0,
     "outer_rate": None,
     "outer_momentum": 0.9,
     "compress": False,
+}
+SERVED: dict[str, Any] = {
+    "servers": None,
+    "compress": False,
+    "fetch_period": 1,
+    "push_period": 1,
+    "max_staleness": None,
+    "staleness_rate": True,
 }
 
 
@@ -108,7 +134,8 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
             f"{name!r} is not one of {', '.join(ROWS)}, and has no settings"
         )
     settings = DEFAULTS | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
-    settings |= AVERAGING if averages(row) else {}
+    settings |= AVERAGING if has(row, "period") else {}
+    settings |= SERVED if has(row, "servers") else {}
     settings |= ROWS.get(name, {})
     call = ast.parse(f"dict({own})", mode="eval").body
     assert isinstance(call, ast.Call)
@@ -118,10 +145,10 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
     return settings | given
 
 
-def averages(row: str) -> bool:
-    """Tells whether a row averages parameters."""
+def has(row: str, setting: str) -> bool:
+    """Tells whether a row averages, which has a `period`, or has `servers`."""
     name, _, own = row.partition(":")
-    return "period" in ROWS.get(name, {}) or "period=" in own
+    return setting in ROWS.get(name, {}) or re.search(rf"\b{setting}=", own) is not None
 
 
 def load_images(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
@@ -194,6 +221,22 @@ def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     return data, unseen, len(train[0]) // args.batch_size, build
 
 
+def load_digits(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
+    """Returns the same for handwritten digits."""
+    import digits
+    import tensorflow as tf
+
+    train, _, test = digits.load()
+    train = tuple(array[: args.limit] for array in train)
+    data = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0]))
+    data = data.batch(args.batch_size, drop_remainder=True)
+    unseen = tf.data.Dataset.from_tensor_slices(test).batch(len(test[0]))
+    return data, unseen, len(train[0]) // args.batch_size, digits.build
+
+
+LOAD = {"cifar10": load_images, "text": load_text, "digits": load_digits}
+
+
 def compression_of(settings: dict[str, Any], warmup_steps: int = 0) -> Any:
     """Returns the settings that are of DGCConfig."""
     import tf_dgc
@@ -220,6 +263,28 @@ def averaging_of(settings: dict[str, Any]) -> Any:
         compression=compression_of(settings) if settings["compress"] else None,
     )
     return tf_dgc.ParameterAveragingStrategy(config)
+
+
+def downpour_of(settings: dict[str, Any]) -> Any:
+    """Joins the servers, or serves and does not return."""
+    import tf_dgc
+
+    names = SERVED.keys() - {"servers", "compress"}
+    config = tf_dgc.DownpourConfig(
+        compression=compression_of(settings) if settings["compress"] else None,
+        **{name: settings[name] for name in names},
+    )
+    return tf_dgc.DownpourStrategy(config)
+
+
+def optimizer_of(settings: dict[str, Any], steps: int) -> Any:
+    """Returns the optimizer of a training of so many steps."""
+    import keras
+
+    rate, decay = schedule_of(settings, steps), settings["weight_decay"]
+    if settings["optimizer"] == "adagrad":
+        return keras.optimizers.Adagrad(rate, weight_decay=decay)
+    return keras.optimizers.SGD(rate, settings["momentum"], weight_decay=decay)
 
 
 def schedule_of(settings: dict[str, Any], steps: int) -> Any:
@@ -251,21 +316,21 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
         tf.config.threading.set_inter_op_parallelism_threads(args.threads)
     settings = settings_of(args, row)
     args.batch_size = settings["batch_size"]
-    strategy = averaging_of(settings) if averages(row) else None
+    served = has(row, "servers")
+    strategy = averaging_of(settings) if has(row, "period") else None
+    strategy = downpour_of(settings) if served else strategy
     keras.utils.set_random_seed(seed)
-    load = load_images if args.task == "cifar10" else load_text
-    data, unseen, steps, build = load(args)
+    data, unseen, steps, build = LOAD[args.task](args)
     if strategy is None:
         config = compression_of(settings, round(settings["warmup_epochs"] * steps))
         strategy = simulate.SimulatedStrategy(args.workers, config)
     with strategy.scope():
         model = build()
-        sgd = keras.optimizers.SGD(
-            schedule_of(settings, args.epochs * steps),
-            momentum=settings["momentum"],
-            weight_decay=settings["weight_decay"],
+        updates = args.epochs * steps * (args.workers if served else 1)
+        optimizer = optimizer_of(settings, updates)
+        model.compile(
+            optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"]
         )
-        model.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"])
     start = time.monotonic()
     history = model.fit(
         data,
@@ -275,7 +340,16 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     ).history
     seconds = time.monotonic() - start
     total = strategy.stats(total=True)
+    traffic = {"sent_bytes": int(total.sent_bytes)}
+    if served:
+        traffic = at_servers(strategy.server_stats())
+        strategy.barrier()  # the last epochs of all have ended
+        for name, value in model.evaluate(unseen, return_dict=True, verbose=0).items():
+            history[f"val_{name}"][-1] = value
+        strategy.barrier()
     strategy.flush(model)
+    if served:
+        strategy.barrier()
     flushed = model.evaluate(unseen, return_dict=True, verbose=0)
     return conditions_of(args, row) | {
         "seed": seed,
@@ -283,10 +357,19 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
         "parameters": model.count_params(),
         "history": history,
         "flushed": {f"val_{name}": [value] for name, value in flushed.items()},
-        "sent_bytes": int(total.sent_bytes),
+        **traffic,
         "dense_bytes": int(total.dense_bytes),
         "seconds": round(seconds),
         "chief": bool(strategy.is_chief),
+    }
+
+
+def at_servers(stats: Any) -> dict[str, Any]:
+    """Returns what this worker did with the servers."""
+    return {
+        "sent_bytes": int(stats.sent_bytes),
+        "received_bytes": int(stats.received_bytes),
+        "staleness": float(stats.staleness) / int(stats.pushes),
     }
 
 
@@ -314,9 +397,11 @@ def run_all(args: argparse.Namespace) -> int:
         row, seed = pair
         own = ["--rows", row, "--one", str(seed)]
         command = [sys.executable, __file__, *sys.argv[1:], *own]
-        if averages(row):
+        if has(row, "period") or has(row, "servers"):
             several = [sys.executable, str(HERE / "run_local.py")]
-            command = [*several, "-n", str(args.workers), "--", *command]
+            servers = settings_of(args, row).get("servers", 0)
+            several += ["-n", str(args.workers), "--ps", str(servers)]
+            command = [*several, "--", *command]
         ok = subprocess.run(command, check=False).returncode == 0
         print(f"{row}, seed {seed}: {'done' if ok else 'FAILED'}", flush=True)
         return ok
@@ -340,23 +425,33 @@ def report(folder: pathlib.Path) -> None:
         names = ("task", "epochs", "row", "settings", "workers", "image_size", "limit")
         key = json.dumps([result[name] for name in names])
         groups.setdefault(key, []).append(result)
-    columns = "task epochs row seeds mean spread flushed traffic settings".split()
+    columns = "task epochs workers row seeds mean spread flushed traffic sent received"
+    columns = f"{columns} staleness settings".split()
     table = [columns, ["---"] * len(columns)]
     for results in groups.values():
-        task, epochs, row = (results[0][name] for name in ("task", "epochs", "row"))
+        names = ("task", "epochs", "workers", "row")
+        task, *_ = own = [results[0][name] for name in names]
         last = [figure_of(task, result["history"])[-1] for result in results]
         flushed = [figure_of(task, result["flushed"])[0] for result in results]
         sent = sum(result["sent_bytes"] for result in results)
         dense = sum(result["dense_bytes"] for result in results)
-        usual = DEFAULTS | TASKS[task] | AVERAGING
+        steps = sum(result["steps"] for result in results)
+        received = [r["received_bytes"] for r in results if "received_bytes" in r]
+        staleness = [r["staleness"] for r in results if "staleness" in r]
+        usual = DEFAULTS | AVERAGING | SERVED | TASKS[task]
         changed = [
             f"{key}={value}"
             for key, value in results[0]["settings"].items()
             if json.dumps(usual.get(key)) != json.dumps(value)
         ]
-        cells = [task, epochs, row, len(last), f"{statistics.mean(last):.2f}"]
+        cells = [*own, len(last), f"{statistics.mean(last):.2f}"]
         cells += [f"{min(last):.2f} to {max(last):.2f}"]
         cells += [f"{statistics.mean(flushed):.2f}", f"1/{dense / sent:.1f}"]
+        cells += [
+            round(sent / steps),
+            round(sum(received) / steps) if received else "-",
+        ]
+        cells += [f"{statistics.mean(staleness):.2f}" if staleness else "-"]
         table.append([*map(str, cells), ", ".join(changed)])
     lines = [f"| {' | '.join(cells)} |" for cells in table]
     (folder / "table.md").write_text("\n".join(lines) + "\n")
@@ -365,13 +460,16 @@ def report(folder: pathlib.Path) -> None:
 
 
 def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:
-    """Draws the mean of the seeds over epochs, a panel for each task and length."""
+    """Draws the mean of the seeds over epochs, a panel for each task, length and W."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted({(group[0]["task"], group[0]["epochs"]) for group in groups})
+    def panel_of(group: list[dict[str, Any]]) -> tuple[str, int, int]:
+        return tuple(group[0][name] for name in ("task", "epochs", "workers"))
+
+    panels = sorted(set(map(panel_of, groups)))
     colors = {
         row: f"C{i}" for i, row in enumerate(sorted({g[0]["row"] for g in groups}))
     }
@@ -381,7 +479,7 @@ def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:
         axis.remove()
     for axis, panel in zip(axes.flat, panels, strict=False):
         for results in groups:
-            if (results[0]["task"], results[0]["epochs"]) != panel:
+            if panel_of(results) != panel:
                 continue
             runs = [figure_of(panel[0], result["history"]) for result in results]
             curves = list(zip(*runs, strict=True))
@@ -392,7 +490,11 @@ def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:
             lowest, highest = [min(c) for c in curves], [max(c) for c in curves]
             axis.fill_between(epochs, lowest, highest, alpha=0.2, color=colors[row])
         what = "perplexity" if panel[0] == "text" else "accuracy, %"
-        axis.set(xlabel="epoch", ylabel=f"{what}, unseen data", title=f"{panel[0]}")
+        axis.set(
+            xlabel="epoch",
+            ylabel=f"{what}, unseen data",
+            title=f"{panel[0]}, {panel[2]} workers",
+        )
         axis.legend()
         axis.grid(alpha=0.3)
     figure.tight_layout()
