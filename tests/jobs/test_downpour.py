@@ -130,6 +130,7 @@ class FitTest(tf.test.TestCase):
         self.assertLess(then[0]["evaluated"][0], first[0]["evaluated"][0])
         return first, then
 
+    @pytest.mark.slow
     def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
         self.check_goes_on()
 
@@ -247,7 +248,10 @@ class FaultsTest(tf.test.TestCase):
             tasks[1].send(signal.SIGKILL)
             joined = job.worker(1, "train", steps=60, **settings)
             found = [task.result() for task in (tasks[0], joined)]
-        self.assertEqual([each["pushes"] for each in found], [150, 60])
+        # Who joins may find the step of its first gradient taken.
+        given = [each["pushes"] + each["dropped"] for each in found]
+        self.assertEqual(given, [150, 60])
+        self.assertAllLessEqual([each["dropped"] for each in found], 2)
         for each in found:
             self.assertTrue(each["finite"])
             self.assertLess(each["loss"], 1.1)

@@ -23,7 +23,7 @@ CONFIGS = ("dense", "all", "tenth", "corrected")
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
     found: ClassVar[list[dict[str, Any]] | Exception]
 
@@ -31,7 +31,7 @@ class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         launch.skip_without_horovod()
-        cls.found = launch.results_of(SCRIPT, launcher="horovod", timeout=500)
+        cls.found = launch.results_of(SCRIPT, launcher="horovod", timeout=900)
 
     def results(self, case: str) -> list[dict[str, Any]]:
         results = [worker[case] for worker in launch.checked(self.found)]
