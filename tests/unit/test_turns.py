@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers.shards import Shard
 from tf_dgc.servers.shared import Servers
-from tf_dgc.servers.turns import Turns
+from tf_dgc.servers.turns import INSIDE, Turns
 
 DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 _numbers = itertools.count()
@@ -162,7 +162,7 @@ class TurnsTest(tf.test.TestCase):
         job.dead.add(2)
         for k in range(2):
             job.turns(k)._is_inside.assign(True)
-            job.together[k]._members.put(job.turns(k)._inside, 1)
+            job.together[k]._members.put(job.turns(k)._places, INSIDE)
         first = threading.Thread(target=job.step, args=[0, drawn(0, 0)])
         first.start()
         self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
@@ -173,7 +173,7 @@ class TurnsTest(tf.test.TestCase):
         """Let worker 0 be about to apply the first step."""
         turns = job.turns(0)
         turns._is_inside.assign(True)
-        job.together[0]._members.put(turns._inside, 1)
+        job.together[0]._members.put(turns._places, INSIDE)
         turns.arrive(tf.ones([]))
         applies, over = turns.wait()
         self.assertTrue(applies)
@@ -185,7 +185,7 @@ class TurnsTest(tf.test.TestCase):
         self.one_that_applies(job)
         job.dead.add(0)
         job.turns(1)._is_inside.assign(True)
-        job.together[1]._members.put(job.turns(1)._inside, 1)
+        job.together[1]._members.put(job.turns(1)._places, INSIDE)
         with self.assertRaisesRegex(
             tf.errors.InvalidArgumentError, "has died while it applied a step"
         ):

@@ -20,6 +20,7 @@ from tf_dgc.servers.shared import Servers
 
 _LOTS = 2**20  # of a step; each worker draws one at most
 _NAP_SECONDS = 0.003
+OUTSIDE, INSIDE, LEFT = range(3)  # a worker, since its process began
 NOW, READY, OVER, FREE, STUCK = range(5)  # what a worker that waits looks at
 
 
@@ -61,7 +62,7 @@ class Turns:
         self._weights = make("turn_weights", tf.float32, each)
         self._appliers = make("turn_appliers", shape=each)
         self._entries = make("turn_entries", shape=each)
-        self._inside = make("turn_inside", shape=each)
+        self._places = make("turn_places", shape=each)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             self.own, self._duty = (
@@ -77,13 +78,13 @@ class Turns:
         """Give first values: no step is taken."""
         for variable in (self._step, self._lots, self._arrived, self._appliers):
             variable.assign(tf.zeros(variable.shape, tf.int64))
-        for variable in (self._entries, self._inside):
+        for variable in (self._entries, self._places):
             variable.assign(tf.zeros(variable.shape, tf.int64))
         self._weights.assign(tf.zeros(self._weights.shape))
 
     def join(self) -> None:
         """Begin, eagerly, where others may have; what a former process said is void."""
-        for variable in (self._appliers, self._inside, self._arrived):
+        for variable in (self._appliers, self._places, self._arrived):
             self._members.put(variable, 0)
         self.own.assign(self._step.read_value())
 
@@ -107,7 +108,7 @@ class Turns:
 
     def _enter(self) -> Any:
         self._entered += 1
-        self._members.put(self._inside, 1)
+        self._members.put(self._places, INSIDE)
         self._members.put(self._entries, self._entered)
         self._members.wait_for_others(
             self._entries, self._entered, "A synchronous step"
@@ -124,7 +125,7 @@ class Turns:
         if not self.takes_part:
             return
         self._is_inside.assign(False)
-        self._members.put(self._inside, 0)
+        self._members.put(self._places, LEFT)
         if int(self._duty) >= int(self._step.read_value()):
             self._members.put(self._appliers, 0)
             self._lots.assign(self._duty.read_value() * _LOTS)  # others draw again
@@ -163,12 +164,14 @@ class Turns:
             own = tf.identity(own)
             now, lots = self._step.read_value(), self._lots.read_value()
             living = self._members.living()
-            inside = living & (self._inside.read_value() > 0)
+            places = self._places.read_value()
+            inside = living & (places == INSIDE)
             arrived = self._arrived.read_value() == own + 1
             needed = tf.math.count_nonzero(inside)
             over = tf.constant(False)
             if self._backups:
-                count = tf.math.count_nonzero(living) - self._backups
+                known = living & (places != OUTSIDE)
+                count = tf.math.count_nonzero(known) - self._backups
                 count = tf.maximum(count, 1)
                 over, needed = needed < count, count
             applies = living & (self._appliers.read_value() == own + 1)

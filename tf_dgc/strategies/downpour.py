@@ -523,6 +523,9 @@ class DownpourStrategy(BaseStrategy):
 
     def _end_fit(self) -> None:
         """End `fit`, where too few others are left for a step."""
+        self._warn(
+            ["The others have ended: what this worker computes further is dropped"]
+        )
         if self._fitted is not None:
             self._fitted.stop_training = True
 
