@@ -47,14 +47,14 @@ class Task:
                 raise AssertionError(f"no {text!r} in:\n{self.text[-6000:]}")
             time.sleep(0.05)
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 300) -> int:
         """Wait for its end; return its exit status."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end of:\n{self.text[-6000:]}") from None
 
-    def result(self, timeout: float = 120) -> dict[str, Any]:
+    def result(self, timeout: float = 300) -> dict[str, Any]:
         """Return the JSON object that it printed last."""
         if status := self.end(timeout):
             raise AssertionError(f"exit status {status}:\n{self.text[-6000:]}")

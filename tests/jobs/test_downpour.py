@@ -27,7 +27,7 @@ def expected(workers: int, steps: int) -> list[np.ndarray]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 class LawsTest(tf.test.TestCase):
     def check_alone(self, *names: str) -> None:
         with serving.Job(1, 2) as job:
@@ -101,7 +101,7 @@ class LawsTest(tf.test.TestCase):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 class FitTest(tf.test.TestCase):
     def check_goes_on(self, **settings: Any) -> tuple[list[Any], list[Any]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -146,24 +146,30 @@ class FitTest(tf.test.TestCase):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 class TogetherTest(tf.test.TestCase):
     def check_alike(self, workers: int, most: float, **arguments: Any) -> None:
         with serving.Job(workers, 2) as job:
             found = job.run("together", **arguments)
         steps = 5 if arguments.get("eagerly") else 10
+        both = arguments.get("both", False)
         for each in found:
             self.assertAllLessEqual(each["differ"], most)
-            self.assertEqual(each["figures"], [2 * steps, 0, steps])
+            self.assertEqual(each["figures"], [steps * (1 + both), 0, steps])
             self.assertEqual(each["digest"], found[0]["digest"])
             self.assertEqual(each["pieces"], 2)
+            self.assertIn("Losses must not have reduction='sum' with", each["told"])
 
     def test_steps_of_all_workers_are_those_of_one_process(self) -> None:
         self.check_alike(3, 3e-6)
 
     @pytest.mark.slow
+    def test_so_they_are_with_adam_and_averages(self) -> None:
+        self.check_alike(3, 3e-6, both=True)
+
+    @pytest.mark.slow
     def test_those_of_one_worker_are_to_the_bit(self) -> None:
-        self.check_alike(1, 0.0)
+        self.check_alike(1, 0.0, both=True)
 
     @pytest.mark.slow
     def test_so_they_are_eagerly(self) -> None:
@@ -182,7 +188,7 @@ class TogetherTest(tf.test.TestCase):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 class RefusedTest(tf.test.TestCase):
     def fails(self, task: serving.Task, *texts: str) -> None:
         self.assertNotEqual(task.end(), 0)
@@ -225,7 +231,7 @@ class RefusedTest(tf.test.TestCase):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 class FaultsTest(tf.test.TestCase):
     def test_workers_are_killed_and_replaced_and_the_others_go_on(self) -> None:
         settings = {"max_staleness": 4, "liveness": 2.0}
