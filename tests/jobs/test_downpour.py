@@ -168,8 +168,8 @@ class TogetherTest(tf.test.TestCase):
         self.check_alike(3, 3e-6, both=True)
 
     @pytest.mark.slow
-    def test_those_of_one_worker_are_to_the_bit(self) -> None:
-        self.check_alike(1, 0.0, both=True)
+    def test_those_of_one_worker_are_up_to_the_rounding_of_a_norm(self) -> None:
+        self.check_alike(1, 1e-7, both=True)
 
     @pytest.mark.slow
     def test_so_they_are_eagerly(self) -> None:
