@@ -350,6 +350,25 @@ def _fitted(of: int, eagerly: bool, both: bool) -> list[np.ndarray]:
     return found
 
 
+def _counted(strategy: Any) -> float:
+    """Take 4 steps of one's own with the others, by gradients 1, 2, ...; -1 a unit."""
+    with strategy.scope():
+        variable = keras.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+    gradient = tf.constant(strategy.rank + 1.0)
+
+    @tf.function
+    def step() -> None:
+        strategy.run(lambda: optimizer.apply([gradient], [variable]))
+
+    for i in range(4):
+        step()
+        if i == 1:
+            strategy.barrier()
+    strategy.barrier()
+    return float(variable.numpy())
+
+
 def together(eagerly: bool = False, both: bool = False) -> dict[str, Any]:
     """Take steps with the others; tell how far they are from those of one process."""
     plain = _fitted(20, eagerly, both)
@@ -366,11 +385,13 @@ def together(eagerly: bool = False, both: bool = False) -> dict[str, Any]:
         told = str(error)
     stats = strategy.server_stats()
     pairs = zip(plain, found, strict=True)
+    figures = [int(stats.pushes), int(stats.dropped), int(stats.all_pushes)]
     return {
         "differ": [float(np.abs(a - b).max()) for a, b in pairs],
         "digest": hashlib.md5(b"".join(v.tobytes() for v in found)).hexdigest(),
-        "figures": [int(stats.pushes), int(stats.dropped), int(stats.all_pushes)],
+        "figures": figures,
         "told": told,
+        "loop": _counted(strategy),
         "pieces": max(len(p.twin.pieces) for p in strategy.twins._pairs.values()),
     }
 

@@ -159,6 +159,7 @@ class TogetherTest(tf.test.TestCase):
             self.assertEqual(each["digest"], found[0]["digest"])
             self.assertEqual(each["pieces"], 2)
             self.assertIn("Losses must not have reduction='sum' with", each["told"])
+            self.assertAlmostEqual(each["loop"], -2 * (workers + 1), places=5)
 
     def test_steps_of_all_workers_are_those_of_one_process(self) -> None:
         self.check_alike(3, 3e-6)
@@ -233,34 +234,30 @@ class RefusedTest(tf.test.TestCase):
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 class FaultsTest(tf.test.TestCase):
-    def test_workers_are_killed_and_replaced_and_the_others_go_on(self) -> None:
-        settings = {"max_staleness": 4, "liveness": 2.0}
+    def check_replaced(self, steps: int, **settings: Any) -> list[int]:
+        """Kill a worker, let another take its place; return what was dropped."""
         with serving.Job(2, 1) as job:
-            tasks = [job.worker(k, "train", steps=250, **settings) for k in range(2)]
+            settings |= {"liveness": 2.0}
+            tasks = [job.worker(k, "train", steps=steps, **settings) for k in range(2)]
             tasks[1].wait_for("step 30")
             tasks[1].send(signal.SIGKILL)
             joined = job.worker(1, "train", steps=60, **settings)
             found = [task.result() for task in (tasks[0], joined)]
-        self.assertEqual([each["pushes"] for each in found], [250, 60])
+        given = [each["pushes"] + each["dropped"] for each in found]
+        self.assertEqual(given, [steps, 60])
         for each in found:
             self.assertTrue(each["finite"])
             self.assertLess(each["loss"], 1.1)
+        return [each["dropped"] for each in found]
+
+    def test_workers_are_killed_and_replaced_and_the_others_go_on(self) -> None:
+        dropped = self.check_replaced(250, max_staleness=4)
+        self.assertEqual(dropped, [0, 0])
 
     def test_steps_of_all_go_on_without_a_worker_that_is_killed(self) -> None:
-        settings = {"synchronous": True, "liveness": 2.0}
-        with serving.Job(2, 1) as job:
-            tasks = [job.worker(k, "train", steps=150, **settings) for k in range(2)]
-            tasks[1].wait_for("step 30")
-            tasks[1].send(signal.SIGKILL)
-            joined = job.worker(1, "train", steps=60, **settings)
-            found = [task.result() for task in (tasks[0], joined)]
+        dropped = self.check_replaced(150, synchronous=True)
         # Who joins may find the step of its first gradient taken.
-        given = [each["pushes"] + each["dropped"] for each in found]
-        self.assertEqual(given, [150, 60])
-        self.assertAllLessEqual([each["dropped"] for each in found], 2)
-        for each in found:
-            self.assertTrue(each["finite"])
-            self.assertLess(each["loss"], 1.1)
+        self.assertAllLessEqual(dropped, 2)
 
     def check_named(self, number: signal.Signals) -> None:
         with serving.Job(2, 2, TF_DGC_TIMEOUT="6") as job:

@@ -159,6 +159,8 @@ class Downpour(Exchange):
     Attributes:
         version: shape [], int64, on server 0: number of pushes, of all workers.
         known: shape [], int64: the last that this worker has seen of it.
+        clocks: how far workers are; None without a bound of staleness.
+        together: where gradients meet; None where workers do not wait for each other.
     """
 
     lockstep = False

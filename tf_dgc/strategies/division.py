@@ -33,8 +33,9 @@ def is_left_to_keras(model: keras.Model, step: Any) -> bool:
 
 def sums_of(model: keras.Model) -> list[Any]:
     """Return those losses of a model that are sums of rows."""
-    found = _losses_of(model)
-    return [each for each in found if getattr(each, "reduction", None) == "sum"]
+    found = [v for v in _losses_of(model) if not isinstance(v, keras.metrics.Metric)]
+    sums = [each for each in found if getattr(each, "reduction", None) == "sum"]
+    return list({id(each): each for each in sums}.values())
 
 
 def _losses_of(model: keras.Model) -> list[Any]:

@@ -250,7 +250,13 @@ class DownpourStrategy(BaseStrategy):
         Raises:
             ValueError: `fn` is a step of a model that cannot be trained like this.
         """
-        model = _host.keras.model_of(fn) if self._settings.synchronous else None
+        if self._settings.synchronous:
+            self._count_rows(_host.keras.model_of(fn), args)
+        return super().run(fn, args, kwargs, options)
+
+    def _count_rows(self, model: keras.Model | None, args: Any) -> None:
+        """Note what a gradient weighs: rows of a model's batch; 1 in other loops."""
+        rows = None
         if model is not None:
             if sums := division.sums_of(model):
                 raise ValueError(
@@ -259,8 +265,7 @@ class DownpourStrategy(BaseStrategy):
                     f"workers. Received: {sums}"
                 )
             rows = slicing.row_count(slicing.as_tensors(args))
-            self._make.rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
-        return super().run(fn, args, kwargs, options)
+        self._make.rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
 
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
