@@ -142,7 +142,7 @@ def product() -> list[Case]:
 
 def covering(
     cases: Sequence[Case],
-    pairs: Callable[[Case], set[tuple[str, str]]] = lambda case: case.pairs,
+    pairs: Callable[[Case], set[object]] = lambda case: case.pairs,
 ) -> list[Case]:
     """Returns cases of these in which every pair of theirs is met; few, the same ones.
 

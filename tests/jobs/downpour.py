@@ -1,8 +1,10 @@
 """What workers and servers do in the tests of `test_downpour.py`; run by serving.py."""
 
 import hashlib
+import os
 import pathlib
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -401,9 +403,13 @@ def train(
     width: int = 8,
     pause: float = 0.02,
     slow: int | None = None,
+    dies: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train for a time, a step after the other; one of the workers ten times slower."""
+    """Train for a time, a step after the other; one of the workers ten times slower.
+
+    One that dies does so between two steps, of which it is then to take no part.
+    """
     strategy = strategy_of(**settings)
     pause *= 10 if strategy.rank == slow else 1
     with strategy.scope():
@@ -414,6 +420,8 @@ def train(
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch % 10 == 0:
                 print(f"step {batch}", file=sys.stderr, flush=True)
+            if batch == dies:
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(pause)
 
     batch = 8 * strategy.workers

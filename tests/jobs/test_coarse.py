@@ -98,6 +98,7 @@ class CoarseValuesTest(unittest.TestCase):
         self.assertTrue(first["fell"])
         self.assertEqual(first["crc"], second["crc"])
 
+    @pytest.mark.slow
     def test_in_the_front_end_of_horovod(self) -> None:
         first, second = pool.run(
             "horovod", 2, "test_coarse", "by_optimizer", value_dtype="log4"

@@ -65,9 +65,11 @@ class LawsTest(tf.test.TestCase):
     def test_the_sum_of_pushes_is_the_change_of_the_parameters(self) -> None:
         self.check_sums(4, 30)
 
+    @pytest.mark.slow
     def test_periods_lose_nothing_and_clocks_stay_within_the_bound(self) -> None:
         self.check_sums(2, 30, push_period=3, fetch_period=2, max_staleness=1)
 
+    @pytest.mark.slow
     def test_so_it_is_with_what_is_kept_back_where_the_largest_are_pushed(self) -> None:
         compression = {"sparsity": 0.9, "min_elements": 1, "sample_fraction": 1.0}
         found = self.check_sums(2, 30, compression=compression)
@@ -237,11 +239,13 @@ class FaultsTest(tf.test.TestCase):
     def check_replaced(self, steps: int, **settings: Any) -> list[int]:
         """Kill a worker, let another take its place; return what was dropped."""
         with serving.Job(2, 1) as job:
-            settings |= {"liveness": 2.0}
-            tasks = [job.worker(k, "train", steps=steps, **settings) for k in range(2)]
-            tasks[1].wait_for("step 30")
-            tasks[1].send(signal.SIGKILL)
-            joined = job.worker(1, "train", steps=60, **settings)
+            settings |= {"liveness": 2.0, "steps": steps}
+            tasks = [
+                job.worker(k, "train", dies=(None, 30)[k], **settings) for k in range(2)
+            ]
+            self.assertEqual(tasks[1].end(), -signal.SIGKILL)
+            settings |= {"steps": 60}
+            joined = job.worker(1, "train", **settings)
             found = [task.result() for task in (tasks[0], joined)]
         given = [each["pushes"] + each["dropped"] for each in found]
         self.assertEqual(given, [steps, 60])
@@ -250,6 +254,7 @@ class FaultsTest(tf.test.TestCase):
             self.assertLess(each["loss"], 1.1)
         return [each["dropped"] for each in found]
 
+    @pytest.mark.slow
     def test_workers_are_killed_and_replaced_and_the_others_go_on(self) -> None:
         dropped = self.check_replaced(250, max_staleness=4)
         self.assertEqual(dropped, [0, 0])

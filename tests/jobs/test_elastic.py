@@ -115,6 +115,7 @@ class _Committed(_Elastic):
         self.assertLess(losses[max(losses)], 0.2 * losses[0])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 class AddRemoveTest(_Committed):

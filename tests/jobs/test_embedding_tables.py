@@ -32,6 +32,7 @@ class TablesTest(unittest.TestCase):
     def job(self, workers: int, servers: int) -> Job:
         return self.enterContext(Job(workers, servers, SCRIPT))
 
+    @pytest.mark.slow
     def test_one_worker(self) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())
         (found,) = self.job(1, 2).run("alone", folder=folder)

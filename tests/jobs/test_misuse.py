@@ -251,6 +251,7 @@ SIDE_BY_SIDE = 3  # jobs that mostly wait
 TRANSPORTS = ("collective", "horovod", "hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 class LostPeerTest(parameterized.TestCase, tf.test.TestCase):
@@ -295,6 +296,7 @@ class HybridChoiceTest(tf.test.TestCase):
         super().setUp()
         launch.skip_without_horovod()
 
+    @pytest.mark.slow
     def test_asked_for_by_name_it_raises_on_all_where_one_cannot(self) -> None:
         found, output, _ = outcomes("tensorflow_started_hybrid", "hybrid")
         self.assertNotEmpty(found, output)

@@ -253,8 +253,16 @@ class ScriptTest(parameterized.TestCase, Folders):
             self.assertLess(found[0]["history"]["loss"][-1], 30.0)
         self.assertEqual(self.files(self.several), self.files(self.one))
 
-    @named("series", "transfer", "autoencoder")
+    @named("series")
     def test_compressed_workers_agree(self, name: str) -> None:
+        self.check_compressed(name)
+
+    @named("transfer", "autoencoder")
+    @pytest.mark.slow
+    def test_compressed_workers_agree_of_others(self, name: str) -> None:
+        self.check_compressed(name)
+
+    def check_compressed(self, name: str) -> None:
         text = script(name)
         text = text.replace("tf_dgc.DenseStrategy()", DGC)
         found = outcomes(text, name, 2, self.several)

@@ -65,6 +65,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertIn("workers            2, transport hybrid", lines)
         self.assertIn("weights            bit-identical on all workers", lines)
 
+    @pytest.mark.slow
     def test_digits_dense(self) -> None:
         lines = run_example("digits", "--epochs", "2", "--strategy", "dense", "--json")
         figures = json.loads(lines[-1])
@@ -74,6 +75,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(figures["accuracy"], 0.6)
         self.assertTrue(figures["identical"])
 
+    @pytest.mark.slow
     def test_digits_single(self) -> None:
         arguments = ("--epochs", "1", "--strategy", "single")
         lines = run_example("digits", *arguments, workers=1)
@@ -94,6 +96,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
+    @pytest.mark.slow
     def test_local_sgd_by_all_means(self) -> None:
         options = "--outer", "--sparsity", "0.9", "--synchronous-steps", "18"
         lines = run_example("local_sgd", "--period", "adaptive", *options)

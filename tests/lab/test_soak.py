@@ -137,6 +137,7 @@ class ScriptTest(unittest.TestCase):
 
     @pytest.mark.processes
     @pytest.mark.timeout(200)
+    @pytest.mark.slow
     def test_a_short_run_with_servers(self) -> None:
         printed, workers = self._soak("--servers", "1", "--compress")
         self.assertEqual(printed.count("yes "), 5)

@@ -64,6 +64,7 @@ class Horovod(Contract):
     transport = "horovod"
 
 
+@pytest.mark.slow
 class HorovodOfThree(Contract):
     transport, workers = "horovod", 3
 

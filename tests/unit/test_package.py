@@ -331,6 +331,15 @@ class HouseRulesTest(tf.test.TestCase):
                     self.assertIsInstance(node.exc, ast.Call, where)
                     self.assertNotEmpty(node.exc.args, where)
 
+    def test_marks_of_tests_stand_below_their_parameters(self) -> None:
+        # Those above are lost, without a word.
+        for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    own = [ast.unparse(each) for each in node.decorator_list]
+                    marks = [each.startswith("pytest.mark") for each in own]
+                    self.assertEqual(marks, sorted(marks), f"{path.name}: {node.name}")
+
 
 @pytest.mark.long
 class HostTest(tf.test.TestCase):
