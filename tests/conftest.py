@@ -1,9 +1,30 @@
 """What holds for all tests."""
 
 import gc
+import os
 
 import pool
 import pytest
+
+
+class _Told:
+    """Tells at once what failed: whatever ends the rest, that is known."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            text = f"{report.nodeid}, {report.when}, {report.duration:.0f} s, failed:"
+            self._terminal.write_line(f"\n{text}\n{report.longreprtext[-2000:]}")
+
+
+@pytest.hookimpl(trylast=True)  # the terminal comes first
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell of failures where the terminal is."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Told(terminal))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+import pytest
 import tensorflow as tf
 
 import tf_dgc
@@ -346,6 +347,7 @@ class HouseRulesTest(tf.test.TestCase):
                         self.assertFalse(each.startswith("pytest.mark"), where)
 
 
+@pytest.mark.long
 class HostTest(tf.test.TestCase):
     def test_a_name_that_moved_is_named_with_the_versions(self) -> None:
         for owner, name in wanted():
