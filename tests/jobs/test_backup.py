@@ -45,6 +45,7 @@ class BackupTest(parameterized.TestCase, unittest.TestCase):
             self.assertEqual(two["kept"][1], 0.0)
             self.assertEqual(two["flushed"], expected[0]["flushed"])
 
+    @pytest.mark.slow
     def test_on_more_workers_it_continues_from_a_disk_that_they_share(self) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())
         self._killed(folder, "collective", 1, 10, ["shared"])

@@ -178,6 +178,7 @@ class TogetherTest(tf.test.TestCase):
     def test_so_they_are_eagerly(self) -> None:
         self.check_alike(2, 3e-6, eagerly=True)
 
+    @pytest.mark.slow
     def test_steps_do_not_wait_for_a_backup_worker_nor_does_the_end(self) -> None:
         settings = {"synchronous": True, "backup_workers": 1, "pause": 0.04}
         with serving.Job(3, 2) as job:

@@ -187,6 +187,7 @@ class SetTest(parameterized.TestCase, Folders):
     def test_no_line_is_changed_of_any(self, name: str) -> None:
         self.assert_same(name, settings.Settings("dense", {}), script(name))
 
+    @pytest.mark.slow
     def test_settings_are_those_of_the_command_line(self) -> None:
         chosen = settings.Settings("dgc", {"sparsity": 0.5, "min_elements": 1})
         scoped = script("series").replace("tf_dgc.DenseStrategy()", DGC)

@@ -16,10 +16,9 @@ PLACES = [
     for transport in ("collective", "horovod", "hybrid")
     for workers in (2, 3, 4)
 ]
-# Both strategies, and optimizers that keep other slots.
+# The others of the product run by -m slow.
 FEW = [
     ("dense", "collective", 3, "adamw"),
-    ("dgc_dense", "hybrid", 2, "adam"),
 ]
 ALL = [
     (strategy, transport, workers, optimizer)

@@ -104,15 +104,20 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
-    def test_horovod_fit_and_tape(self) -> None:
+    def test_horovod_fit(self) -> None:
         launch.skip_without_horovod()
         lines = run_example("horovod_fit", "--epochs", "5", launcher="horovod")
         self.assertIn("weights            bit-identical on all workers", lines)
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
+
+    @pytest.mark.slow
+    def test_horovod_tape(self) -> None:
+        launch.skip_without_horovod()
         lines = run_example("horovod_tape", "--epochs", "5", launcher="horovod")
         self.assertGreater(number_behind("test accuracy", lines), 60)
 
+    @pytest.mark.slow
     def test_horovod_elastic(self) -> None:
         launch.skip_without_horovod()
         options = (
@@ -125,10 +130,13 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
-    def test_split_layers(self) -> None:
+    @pytest.mark.slow
+    def test_split_layers_between_others(self) -> None:
         small = "--width", "256", "--steps", "2", "--batch-size", "4"
         lines = run_example("split_layers", *small)
         self.assertGreater(number_behind("gradients sent", lines), 0)
+
+    def test_split_layers(self) -> None:
         lines = run_example("split_layers", "--features", "16", "--classes", "41")
         self.assertIn(f"parameters here    {16 * 21 + 41}", lines)
         self.assertLess(number_behind("loss", lines), 5)

@@ -40,6 +40,7 @@ class SettingsTest(unittest.TestCase):
 class ScriptTest(unittest.TestCase):
     @pytest.mark.processes
     @pytest.mark.timeout(280)
+    @pytest.mark.slow
     def test_a_short_run(self) -> None:
         with tempfile.TemporaryDirectory() as name:
             options = ["--epochs", "2", "--limit", "512", "--warmup-epochs", "0"]

@@ -441,6 +441,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
             job("b", True)
         self.assertEqual(job("b", False), expected)
 
+    @pytest.mark.slow
     def test_may_be_killed_again_and_again(self) -> None:
         expected, _ = self.train(compressing)
         for killed_at in (6, 2, 5):
