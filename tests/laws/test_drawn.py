@@ -239,14 +239,24 @@ def few(count: int) -> list[dict[str, Any]]:
     return taken
 
 
-class DrawnScriptTest(parameterized.TestCase, unittest.TestCase):
-    @parameterized.named_parameters(
-        (f"{i}_{s['model']}_{s['data']}_{s['strategy']}", s)
-        for i, s in enumerate(few(FEW))
+def named(begin: int, end: int) -> Any:
+    """Test each of these draws."""
+    chosen = list(enumerate(few(end)))[begin:]
+    return parameterized.named_parameters(
+        (f"{i}_{s['model']}_{s['data']}_{s['strategy']}", s) for i, s in chosen
     )
+
+
+class DrawnScriptTest(parameterized.TestCase, unittest.TestCase):
+    @named(0, FEW)
     def test_n_workers_give_what_one_process_gives(
         self, script: dict[str, Any]
     ) -> None:
+        compared(script)
+
+    @named(FEW, 2 * FEW)
+    @pytest.mark.slow
+    def test_so_they_do_with_more_scripts(self, script: dict[str, Any]) -> None:
         compared(script)
 
 
