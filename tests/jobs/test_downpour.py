@@ -178,7 +178,6 @@ class TogetherTest(tf.test.TestCase):
     def test_so_they_are_eagerly(self) -> None:
         self.check_alike(2, 3e-6, eagerly=True)
 
-    @pytest.mark.slow
     def test_steps_do_not_wait_for_a_backup_worker_nor_does_the_end(self) -> None:
         settings = {"synchronous": True, "backup_workers": 1, "pause": 0.04}
         with serving.Job(3, 2) as job:
@@ -237,13 +236,25 @@ class RefusedTest(tf.test.TestCase):
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 class FaultsTest(tf.test.TestCase):
-    def check_replaced(self, steps: int, **settings: Any) -> list[int]:
-        """Kill a worker, let another take its place; return what was dropped."""
+    def check_replaced(
+        self, steps: int, dies: int | None = None, **settings: Any
+    ) -> list[int]:
+        """Let a worker die, another take its place; return what was dropped.
+
+        Args:
+            steps: of the worker that lives.
+            dies: the step after which the other dies; None at any moment of one.
+            settings: of both.
+        """
         with serving.Job(2, 1) as job:
             settings |= {"liveness": 2.0, "steps": steps}
             tasks = [
-                job.worker(k, "train", dies=(None, 30)[k], **settings) for k in range(2)
+                job.worker(0, "train", **settings),
+                job.worker(1, "train", dies=dies, **settings),
             ]
+            if dies is None:
+                tasks[1].wait_for("step 30")
+                tasks[1].send(signal.SIGKILL)
             self.assertEqual(tasks[1].end(), -signal.SIGKILL)
             settings |= {"steps": 60}
             joined = job.worker(1, "train", **settings)
@@ -261,7 +272,8 @@ class FaultsTest(tf.test.TestCase):
         self.assertEqual(dropped, [0, 0])
 
     def test_steps_of_all_go_on_without_a_worker_that_is_killed(self) -> None:
-        dropped = self.check_replaced(150, synchronous=True)
+        # Within a step it may be the one that applies it for all, and ends them.
+        dropped = self.check_replaced(150, dies=30, synchronous=True)
         # Who joins may find the step of its first gradient taken.
         self.assertAllLessEqual(dropped, 2)
 
