@@ -6,14 +6,15 @@
     scripts/parity.py digits --epochs 12 --warmup-epochs 0 --workers 2 \
         --rows dense dgc downpour downpour_dgc
 
-Trains a ResNet-8 on CIFAR-10, an LSTM language model on characters, or the network of
-examples/digits.py, on logical workers in one process (`tf_dgc.simulate`); with a
-`period`, which averages parameters, or `servers`, which train asynchronously, on real
-ones (`run_local.py`). A row of the table is a name from ROWS below, or a name of one's
-own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...; schedule,
-"cosine" or "step"; optimizer, "sgd" or "adagrad"), of averaging, or of servers;
-`warmup_epochs` is counted in epochs. With `servers` a step of the schedule is a push, W
-of which make an epoch's step, there is no warm-up, and `clip_norm` is of compression.
+Trains a ResNet-8 on CIFAR-10, language models of characters, an LSTM or a small
+transformer (with Adam), or the network of examples/digits.py, on logical workers in one
+process (`tf_dgc.simulate`); with a `period`, which averages parameters, or `servers`,
+which train asynchronously, on real ones (`run_local.py`). A row of the table is a name
+from ROWS below, or a name of one's own with settings: of DGCConfig, of the task
+(learning_rate, batch_size, ...; schedule, "cosine" or "step"; optimizer, as of
+OPTIMIZERS), of averaging, or of servers; `warmup_epochs` is counted in epochs. With
+`servers` a step of the schedule is a push, W of which make an epoch's step, there is no
+warm-up, and `clip_norm` is of compression.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
@@ -83,6 +84,14 @@ TASKS: dict[str, dict[str, Any]] = {
         "clip_norm": 0.25,
         "min_elements": 0,
     },
+    "transformer": {
+        "batch_size": 32,
+        "learning_rate": 2e-3,
+        "optimizer": "adam",
+        "weight_decay": None,
+        "clip_norm": None,
+        "min_elements": 0,
+    },
     "digits": {
         "batch_size": 64,
         "learning_rate": 0.3,
@@ -103,6 +112,15 @@ DEFAULTS: dict[str, Any] = {
     "rate_correction": True,
     "schedule": "cosine",
     "optimizer": "sgd",
+}
+OPTIMIZERS = {
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "lion": "Lion",
+    "nadam": "Nadam",
+    "rmsprop": "RMSprop",
 }
 # Of averaging, and of servers; they are no part of other rows.
 AVERAGING: dict[str, Any] = {
@@ -206,19 +224,45 @@ def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     data = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0]))
     data = data.batch(args.batch_size, drop_remainder=True)
     unseen = tf.data.Dataset.from_tensor_slices(test).batch(200, drop_remainder=True)
+    build = {"text": lstm, "transformer": transformer}[args.task]
+    steps = len(train[0]) // args.batch_size
+    return data, unseen, steps, lambda: build(length, len(characters))
 
-    def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((length,), dtype="int32"),
-                keras.layers.Embedding(len(characters), 64),
-                keras.layers.LSTM(128, return_sequences=True, unroll=True),
-                keras.layers.LSTM(128, return_sequences=True, unroll=True),
-                keras.layers.Dense(len(characters), activation="softmax"),
-            ]
-        )
 
-    return data, unseen, len(train[0]) // args.batch_size, build
+def lstm(length: int, characters: int) -> Any:
+    """Returns a recurrent language model."""
+    import keras
+
+    return keras.Sequential(
+        [
+            keras.Input((length,), dtype="int32"),
+            keras.layers.Embedding(characters, 64),
+            keras.layers.LSTM(128, return_sequences=True, unroll=True),
+            keras.layers.LSTM(128, return_sequences=True, unroll=True),
+            keras.layers.Dense(characters, activation="softmax"),
+        ]
+    )
+
+
+def transformer(length: int, characters: int, width: int = 128, blocks: int = 2) -> Any:
+    """Returns a causal language model with attention, normalised before each block."""
+    import keras
+    from keras import layers, ops
+
+    inputs = keras.Input((length,), dtype="int32")
+    places = ops.cumsum(ops.ones_like(inputs), axis=1) - 1
+    x = layers.Embedding(characters, width)(inputs)
+    x = x + layers.Embedding(length, width)(places)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        attention = layers.MultiHeadAttention(4, width // 4)
+        x = x + attention(y, y, use_causal_mask=True)
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(4 * width, activation="gelu")(y)
+        x = x + layers.Dense(width)(y)
+    x = layers.LayerNormalization()(x)
+    outputs = layers.Dense(characters, activation="softmax")(x)
+    return keras.Model(inputs, outputs)
 
 
 def load_digits(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
@@ -234,7 +278,12 @@ def load_digits(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     return data, unseen, len(train[0]) // args.batch_size, digits.build
 
 
-LOAD = {"cifar10": load_images, "text": load_text, "digits": load_digits}
+LOAD = {
+    "cifar10": load_images,
+    "text": load_text,
+    "transformer": load_text,
+    "digits": load_digits,
+}
 
 
 def compression_of(settings: dict[str, Any], warmup_steps: int = 0) -> Any:
@@ -282,9 +331,9 @@ def optimizer_of(settings: dict[str, Any], steps: int) -> Any:
     import keras
 
     rate, decay = schedule_of(settings, steps), settings["weight_decay"]
-    if settings["optimizer"] == "adagrad":
-        return keras.optimizers.Adagrad(rate, weight_decay=decay)
-    return keras.optimizers.SGD(rate, settings["momentum"], weight_decay=decay)
+    own = {"momentum": settings["momentum"]} if settings["optimizer"] == "sgd" else {}
+    kind = getattr(keras.optimizers, OPTIMIZERS[settings["optimizer"]])
+    return kind(rate, weight_decay=decay, **own)
 
 
 def schedule_of(settings: dict[str, Any], steps: int) -> Any:
@@ -411,9 +460,11 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def figure_of(task: str, logs: dict[str, list[float]]) -> list[float]:
-    """Returns accuracy in percent, or perplexity, on unseen data."""
+    """Returns accuracy in percent, perplexity, or loss in nats, on unseen data."""
     if task == "text":
         return [math.exp(loss) for loss in logs["val_loss"]]
+    if task == "transformer":
+        return logs["val_loss"]
     return [100 * accuracy for accuracy in logs["val_accuracy"]]
 
 
@@ -489,7 +540,8 @@ def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:
             axis.plot(epochs, means, label=row, color=colors[row])
             lowest, highest = [min(c) for c in curves], [max(c) for c in curves]
             axis.fill_between(epochs, lowest, highest, alpha=0.2, color=colors[row])
-        what = "perplexity" if panel[0] == "text" else "accuracy, %"
+        names = {"text": "perplexity", "transformer": "loss, nats"}
+        what = names.get(panel[0], "accuracy, %")
         axis.set(
             xlabel="epoch",
             ylabel=f"{what}, unseen data",

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc.values import first_true
+from tf_dgc.values import first_true, widened
 
 
 class Header(NamedTuple):
@@ -107,11 +107,6 @@ def shares(
         tf.where(moved > 0, value / tf.cast(divisor, value.dtype), tf.zeros_like(value))
         for value in wide
     ]
-
-
-def widened(value: tf.Tensor) -> tf.Tensor:
-    """Return a tensor of 16 bits in float32, any other as it is."""
-    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
 
 
 def outer_gradients(

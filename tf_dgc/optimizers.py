@@ -1,9 +1,10 @@
 """What the exchange must know of a Keras optimizer, and of the model it trains."""
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,10 +15,10 @@ from tf_dgc import _host
 from tf_dgc.compression import arena, dgc
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.transports import Transport
-from tf_dgc.values import first_nonfinite
+from tf_dgc.values import first_nonfinite, without_repetition
 
-# Whether optimizers work element by element, as far as they were asked.
-_elementwise: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+# What optimizers are, as far as they were asked, by the question.
+_answers: dict[Callable[..., bool], weakref.WeakKeyDictionary[Any, bool]] = {}
 
 
 def momentum_of(
@@ -28,6 +29,33 @@ def momentum_of(
         return None
     factor, nesterov = float(optimizer.momentum or 0.0), bool(optimizer.nesterov)
     return dgc.Momentum(factor, nesterov, learning_rate)
+
+
+def taken_over_of(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    learning_rate: Any,
+    update: Callable[[list[Any], Any], None],
+) -> dgc.Momentum | dgc.LocalStep:
+    """Return what an exchange may take over of an optimizer's step.
+
+    Args:
+        optimizer: of the user.
+        variables: that it updates.
+        learning_rate: shape [].
+        update: the optimizer's own of a list of pairs (gradient, variable) at a rate.
+    """
+    momentum = momentum_of(optimizer, learning_rate)
+    if momentum is not None:
+        return momentum
+
+    def take(gradients: list[Any]) -> None:
+        own = [without_repetition(gradient) for gradient in gradients]
+        update(list(zip(own, variables, strict=True)), learning_rate)
+
+    slots = [v for v in _host.keras.slots_of(optimizer) if v.shape.rank]
+    accumulates = functools.partial(steps_by_gradients, optimizer)
+    return dgc.LocalStep(learning_rate, take, slots, accumulates)
 
 
 @contextlib.contextmanager
@@ -233,43 +261,91 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     A copy of the optimizer is tried out on a small matrix, so that this holds for
     those of the user as well. One that cannot be copied is believed to be.
     """
-    if optimizer not in _elementwise:
+    return _is_plain_sgd(optimizer) or _asked(_is_elementwise, optimizer, True)
+
+
+def steps_by_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether the steps of an optimizer depend on gradients alone.
+
+    So that they can be accumulated, and applied where the weights are by then. Tried
+    out as in `is_elementwise`; what cannot be copied is believed not to.
+    """
+    return _asked(_steps_by_gradients, optimizer, False)
+
+
+def _asked(
+    question: Callable[..., bool], optimizer: keras.optimizers.Optimizer, fallback: bool
+) -> bool:
+    """Return what a question about copies of an optimizer finds, asked once."""
+    answers = _answers.setdefault(question, weakref.WeakKeyDictionary())
+    if optimizer not in answers:
         found: list[bool] = []
+
+        def ask() -> None:
+            try:
+                found.append(question(optimizer))
+            except Exception:  # whatever an optimizer of the user's own raises
+                found.append(fallback)
+
         # A thread has no strategy and no graph.
-        thread = threading.Thread(target=lambda: found.append(_tried(optimizer)))
+        thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-        _elementwise[optimizer] = found[0]
-    return _elementwise[optimizer]
+        answers[optimizer] = found[0]
+    return answers[optimizer]
 
 
-def _tried(optimizer: keras.optimizers.Optimizer) -> bool:
-    if _is_plain_sgd(optimizer):
-        return True
-    try:
-        first, again, other = (_step_of(optimizer, size) for size in (1.0, 1.0, 0.0))
-    except Exception:  # whatever an optimizer of the user's own raises
-        return True
-    return first != again or first == other
+def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    first, again, other = (_steps_of(optimizer, size) for size in (1.0, 1.0, 0.0))
+    own = [float(weights[-1, 0, 0]) for weights in (first, again, other)]
+    return own[0] != own[1] or own[0] == own[2]
 
 
-def _step_of(optimizer: keras.optimizers.Optimizer, others: float) -> float:
-    """Return where one element comes to in two steps, beside gradients of others."""
+def _steps_by_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    elsewhere: list[dict[str, Any]] = [{"start": 0.25}, {"taken_back": True}]
+    steps = np.diff(_steps_of(optimizer), axis=0)
+    others = [np.diff(_steps_of(optimizer, **each), axis=0) for each in elsewhere]
+    return all(np.allclose(other, steps, 1e-3, 1e-6) for other in others)
+
+
+def _steps_of(
+    optimizer: keras.optimizers.Optimizer,
+    others: float = 1.0,
+    start: float = 0.0,
+    taken_back: bool = False,
+) -> np.ndarray:
+    """Try a copy of an optimizer out.
+
+    Args:
+        optimizer: of the user.
+        others: by what the gradients are multiplied, but for the first.
+        start: is added to the weights at first.
+        taken_back: whether weights are set to what they were before a step.
+
+    Returns:
+        The weights before and after two steps; where they are taken back, as if they
+        were not. Shape [3, 8, 8].
+    """
     config = optimizer.get_config()
     if config.get("gradient_accumulation_steps"):
         # Of steps that are put together `iterations` is no variable.
         config["gradient_accumulation_steps"] = None
     copy = type(optimizer).from_config(config)
-    start = np.arange(1, 65, dtype=np.float32).reshape(8, 8) / 64
-    variable = keras.Variable(start, dtype="float32", name="kernel")
+    first = np.arange(1, 65, dtype=np.float32).reshape(8, 8) / 64
+    variable = keras.Variable(first + start, dtype="float32", name="kernel")
     copy.build([variable])
-    gradient = others * np.cos(start)
+    gradient = others * np.cos(first)
     gradient[0, 0] = 0.5
     update, rate = _host.keras.update_step_of(copy), tf.constant(0.1)
+    found = [variable.numpy()]
     for _ in range(2):
+        before = variable.numpy()
         update([tf.constant(gradient)], [variable], rate)
         copy.iterations.assign_add(1)
-    return float(variable.numpy()[0, 0])
+        found.append(found[-1] + variable.numpy() - before)
+        if taken_back:
+            variable.assign(before)
+    return np.stack(found)
 
 
 def is_rowwise(optimizer: Any) -> bool:
@@ -334,10 +410,10 @@ def warnings_about(
             "clips as the paper does"
         )
     corrects = isinstance(config, DGCConfig) and config.momentum_correction
-    if corrects and not _is_plain_sgd(optimizer):
+    if corrects and not (_is_plain_sgd(optimizer) or steps_by_gradients(optimizer)):
         found.append(
-            f"{optimizer.name}: its gradients are accumulated without momentum "
-            "correction, which only keras.optimizers.SGD allows"
+            f"{optimizer.name}: its gradients are accumulated, and not its own steps, "
+            "as these do not depend on gradients alone"
         )
     return found
 

@@ -50,7 +50,7 @@ class Synchronous(Protocol):
         owner: object,
         local: Sequence[Any],
         variables: Sequence[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Exchange gradients, before the owner's step; see `Ledger.gradients`."""
@@ -71,7 +71,7 @@ def synchronised(
 ) -> None:
     """Take a step of an optimizer that all workers take together.
 
-    Momentum, exchange, vote, update, after: whoever the caller is.
+    What is taken over, exchange, vote, update, after: whoever the caller is.
 
     Args:
         ledger: of the exchanges.
@@ -87,9 +87,9 @@ def synchronised(
     used = [(g, v) for g, v in pairs if g is not None]
     variables = [v for _, v in used]
     plain = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-    momentum = optimizers.momentum_of(optimizer, learning_rate)
+    taken_over = optimizers.taken_over_of(optimizer, variables, learning_rate, update)
     local = [g for g, _ in used]
-    found = ledger.gradients(optimizer, local, plain, momentum, part)
+    found = ledger.gradients(optimizer, local, plain, taken_over, part)
     if own is not None:
         variables = [*variables, *own.variables]
         found = found._replace(

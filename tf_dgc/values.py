@@ -46,6 +46,11 @@ def shaped(gradient: Any, shape: tf.TensorShape) -> Any:
     return tf.ensure_shape(gradient, shape)
 
 
+def widened(value: tf.Tensor) -> tf.Tensor:
+    """Return a tensor of 16 bits in float32, any other as it is."""
+    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+
+
 def added_up(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """Return IndexedSlices without repeated indices, with the same bits everywhere."""
     # On GPUs the order of a sum, and so its last bits, are other ones every time.

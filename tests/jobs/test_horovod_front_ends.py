@@ -258,10 +258,10 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
             with self.assertRaisesRegex(ValueError, "before the optimizer is built"):
                 self.distributed(optimizer, backward_passes_per_step=2)
 
-    def test_what_has_no_momentum_to_correct_is_told(self) -> None:
+    def test_whose_steps_cannot_be_accumulated_is_told(self) -> None:
         with self.assertLogs("tf_dgc", "WARNING") as logs:
-            self.distributed(keras.optimizers.Adam(), tf_dgc.DGCConfig())
-        self.assertIn("without momentum correction", logs.output[0])
+            self.distributed(keras.optimizers.Ftrl(), tf_dgc.DGCConfig())
+        self.assertIn("accumulated, and not its own steps", logs.output[0])
 
     def test_a_tape_keeps_structure_and_missing_gradients(self) -> None:
         x, unused = keras.Variable([2.0, 3.0]), tf.Variable(1.0)

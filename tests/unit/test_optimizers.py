@@ -109,6 +109,15 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
         self.assertFalse(optimizers.is_elementwise(Lars(0.1, momentum=0.9)))
         self.assertTrue(optimizers.is_elementwise(Odd(object())))
 
+    @parameterized.parameters(*ELEMENTWISE)
+    def test_whose_steps_are_of_gradients_alone(self, name: str) -> None:
+        found = optimizers.steps_by_gradients(optimizer_of(name))
+        self.assertEqual(found, name not in ("Ftrl", "ScheduleFreeAdamW"))
+
+    def test_what_is_not_known_to_step_by_gradients_alone_does_not(self) -> None:
+        self.assertFalse(optimizers.steps_by_gradients(Lars(0.1, momentum=0.9)))
+        self.assertFalse(optimizers.steps_by_gradients(Odd(object())))
+
     @parameterized.product(
         name=[*WHOLE, "Lars"], wrapper=[None, "LossScaleOptimizer", "MultiOptimizer"]
     )

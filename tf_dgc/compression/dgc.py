@@ -17,6 +17,11 @@ paper's rule; u goes on as in Keras. At a constant rate the two are the same.
 
 Where all of v is sent, u stays: it is synchronous SGD with momentum.
 
+Of other optimizers what accumulates is their own step along the local gradient, as of
+one worker, which leads from the weights w to w', with slots of this worker's own:
+
+    v    <- v + (w - w') / N,  w' of N * clip(g, clip_norm * N**-0.5)
+
 References:
     Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018, algorithms 1 to 4,
     https://arxiv.org/abs/1712.01887
@@ -24,7 +29,7 @@ References:
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -41,6 +46,23 @@ class Momentum(NamedTuple):
     factor: float  # m, in [0, 1]
     nesterov: bool
     learning_rate: tf.Tensor | float = 1.0  # lr, shape []
+
+
+class LocalStep(NamedTuple):
+    """What is taken over from another optimizer: its step, along local gradients."""
+
+    learning_rate: tf.Tensor | float  # lr, shape []
+    take: Callable[[list[Any]], None]  # changes the variables by their gradients
+    slots: Sequence[Any]  # what the optimizer keeps of them
+    accumulates: Callable[[], bool]  # whether w - w' is of gradients alone
+
+
+TakenOver = Momentum | LocalStep
+
+
+def momentum_in(taken_over: TakenOver | None) -> Momentum | None:
+    """Return what is taken over, where that is the step of SGD."""
+    return taken_over if isinstance(taken_over, Momentum) else None
 
 
 class State(NamedTuple):

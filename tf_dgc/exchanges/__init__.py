@@ -47,8 +47,8 @@ class EachStep:
         """
         self._config, self._workers = config, workers
 
-    def __call__(self, place: Place, momentum: dgc.Momentum | None) -> Exchange:
+    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> Exchange:
         """Make an exchange; momentum is corrected where it is compressed."""
         if self._config is None:
             return Dense(place)
-        return Compressed(place, momentum, self._config, self._workers)
+        return Compressed(place, taken_over, self._config, self._workers)

@@ -5,6 +5,7 @@ Axes: N workers, K message slots, T tensors of the arena.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,6 +13,7 @@ from tf_dgc.compression import arena, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.exchanges import inplace
 from tf_dgc.transports.sums import Sparse
+from tf_dgc.values import widened
 
 
 def subtract(
@@ -77,6 +79,14 @@ def _subtract(
     # One worker after the other, so that the weights have the same bits everywhere.
     start = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
     tf.while_loop(lambda rank, _: rank < workers, look, start, parallel_iterations=1)
+
+
+def subtract_all(variables: Sequence[tf.Variable], parts: Sequence[Any]) -> None:
+    """Subtract tensors of the same shapes, in at least float32."""
+    for variable, part in zip(variables, parts, strict=True):
+        value = widened(variable.read_value())
+        stepped = value - tf.cast(part, value.dtype)
+        variable.assign(tf.cast(stepped, variable.dtype))
 
 
 def by_device(variables: Sequence[tf.Variable]) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_dgc import _host, averaging, values
 from tf_dgc.compression import dgc
 from tf_dgc.config import ADAPTIVE, AveragingConfig
+from tf_dgc.exchanges import applied
 from tf_dgc.exchanges.base import Apply, Exchange, Place, Update
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
@@ -124,7 +125,7 @@ class Averaged(Exchange):
     def gradients(
         self,
         local: list[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Return the gradients of a local step, or their sum in synchronous steps."""
@@ -260,10 +261,7 @@ class Averaged(Exchange):
         if self._outer is not None:
             self._outer(gradients, variables)
             return
-        for variable, gradient in zip(variables, gradients, strict=True):
-            value = averaging.widened(variable.read_value())
-            stepped = value - tf.cast(gradient, value.dtype)
-            variable.assign(tf.cast(stepped, variable.dtype))
+        applied.subtract_all(variables, gradients)
 
     def _drop_anchor(self) -> None:
         """Remember the parameters, where there is an anchor."""
@@ -461,7 +459,7 @@ class Averaging:
         """
         self._expected[owner] = companions, outer
 
-    def __call__(self, place: Place, momentum: dgc.Momentum | None) -> Averaged:
+    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> Averaged:
         """Make an exchange; momentum stays the optimizer's own."""
         compression = self._config.compression
         companions, outer = self._expected[place.owner()]

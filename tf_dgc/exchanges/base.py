@@ -89,14 +89,14 @@ class Exchange(abc.ABC):
     def gradients(
         self,
         local: list[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Exchange this worker's gradients, before the optimizer's step.
 
         Args:
             local: for each variable a tensor or IndexedSlices of static shape.
-            momentum: what the optimizer leaves to the exchange.
+            taken_over: what the optimizer leaves to the exchange.
             part: what they count; None where those of all workers count alike.
         """
 

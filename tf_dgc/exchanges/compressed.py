@@ -20,6 +20,7 @@ from tf_dgc.exchanges import applied, inplace
 from tf_dgc.exchanges.base import Apply, Exchange, Place, Update
 from tf_dgc.exchanges.figures import Coverage, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.local_steps import LocalSteps
 from tf_dgc.exchanges.parts import Part, weighed_sum
 from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
@@ -45,6 +46,16 @@ def one(transport: Transport) -> Workers:
     return Workers([transport.rank], lambda fn, *args: fn(*args), [])
 
 
+class Share(NamedTuple):
+    """A worker's share of a step; of each worker, the first axis is W."""
+
+    gradient: tf.Tensor  # of the arena, shape [P]
+    scale: tf.Tensor  # what clips it, shape []
+    factor: tf.Tensor  # of the clipped one in the sum; one for all W, shape []
+    small: list[Any]  # gradients of the small tensors, summed; one for all W
+    whole: int  # of the clipped one in the mean over this worker's rows
+
+
 class Compressed(Exchange):
     """Deep Gradient Compression of the large tensors, the small ones dense.
 
@@ -58,7 +69,7 @@ class Compressed(Exchange):
     def __init__(
         self,
         place: Place,
-        momentum: dgc.Momentum | None,
+        taken_over: dgc.TakenOver | None,
         config: DGCConfig,
         workers: Callable[[Transport], Workers] = one,
     ) -> None:
@@ -66,7 +77,7 @@ class Compressed(Exchange):
 
         Args:
             place: whose gradients, and with whom.
-            momentum: of the first step.
+            taken_over: what the optimizer leaves to the exchange in the first step.
             config: the settings.
             workers: which the process is.
         """
@@ -82,15 +93,22 @@ class Compressed(Exchange):
         self.layout = arena.build(
             [(self.variables[i].name, shapes[i]) for i in self._large]
         )
-        # u and v are then steps of SGD, not gradients.
-        self._corrects = config.momentum_correction and momentum is not None
+        # u and v are then steps of the optimizer, not gradients.
+        taken_over = self._accumulated(taken_over)
+        self._corrects = taken_over is not None
+        self._steps: LocalSteps | None = None
+        if isinstance(taken_over, dgc.LocalStep):
+            place_of = self.layout, self.variables, self._large
+            self._steps = LocalSteps(*place_of, taken_over, self._workers)
         shape = [*self._workers.axis, self.layout.size]
         self._device = self.transport.device
         with tf.init_scope(), tf.device(self._device):
             zeros = tf.zeros(shape)
-            with_velocity = self._corrects and momentum and momentum.factor
+            momentum = dgc.momentum_in(taken_over)
             self.velocity = (
-                own_variable(zeros, "dgc_velocity") if with_velocity else None
+                own_variable(zeros, "dgc_velocity")
+                if momentum is not None and momentum.factor
+                else None
             )
             self.residual = own_variable(zeros, "dgc_residual")
         with tf.init_scope(), tf.device("CPU:0"):
@@ -109,15 +127,14 @@ class Compressed(Exchange):
     def gradients(
         self,
         local: list[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Sum the small tensors, and what all select of the large ones."""
-        momentum = momentum if self._corrects else None
-        self._refuse_late(momentum)
-        # It is the norm of what is divided by N that is clipped.
-        times = 1 if part is None else self.transport.size / part.whole
-        stage = functools.partial(self._clipped, momentum=momentum, times=times)
+        taken_over = taken_over if self._corrects else None
+        self._refuse_late(dgc.momentum_in(taken_over))
+        whole = self.transport.size if part is None else part.whole
+        stage = functools.partial(self._clipped, taken_over=taken_over, whole=whole)
         gradient, small, nonfinite, scale = self._workers.each(stage, local)
 
         # Wire 1. Before any state changes all must know whether the step counts.
@@ -126,40 +143,52 @@ class Compressed(Exchange):
         ok = self._all_finite(told.nonfinite)
 
         large = [self.variables[i] for i in self._large]
-        finished = momentum is not None
         weights = (
             large
-            if finished and all(v.dtype == tf.float32 for v in large)
+            if self._corrects and all(v.dtype == tf.float32 for v in large)
             else None  # the optimizer's to change
         )
+        share = Share(gradient, scale, told.factor, told.gradients, whole)
 
         def send() -> tf.Tensor:
-            state = dgc.State(self.velocity, self.residual)
-            rate = momentum and momentum._replace(
-                learning_rate=tf.cast(momentum.learning_rate, tf.float32)
-            )
-            args = gradient, rate, scale * told.factor
-            self._correct_rate(rate)
-            inplace.update(self._device, dgc.accumulate, state, *args)
-            return self._sum(weights)
+            self._correct_rate(taken_over)
+            return self._sum(share, taken_over, weights)
 
         sent = tf.cond(ok, send, lambda: tf.zeros([2], tf.int64))
         found: list[Any] = [None] * len(local)
+        flags = [self._corrects and i in self._large for i in range(len(local))]
+        if self._steps is not None:
+            return Update(found, flags, ok, told.sent + sent)
         for i, tensor in zip(self._small, told.gradients, strict=True):
             found[i] = tensor
         if weights is None:
             parts = arena.unflatten(self.layout, self._total.read_value())
             for i, tensor in zip(self._large, parts, strict=True):
                 found[i] = tf.cast(tensor, local[i].dtype)
-        flags = [finished and i in self._large for i in range(len(local))]
         return Update(found, flags, ok, told.sent + sent)
 
-    def _correct_rate(self, momentum: dgc.Momentum | None) -> None:
+    def _accumulate(self, share: Share, taken_over: dgc.TakenOver | None) -> None:
+        """Add this worker's share of a step to v."""
+        gradient, momentum = share.gradient, dgc.momentum_in(taken_over)
+        scale = share.scale * share.factor
+        if momentum is not None:
+            rate = tf.cast(momentum.learning_rate, tf.float32)
+            momentum = momentum._replace(learning_rate=rate)
+        elif self._steps is not None and isinstance(taken_over, dgc.LocalStep):
+            own = (share.whole * share.scale)[..., tf.newaxis] * gradient
+            gradient = self._steps.along_own(taken_over, own, share.small)
+            scale = share.factor / share.whole
+        state = dgc.State(self.velocity, self.residual)
+        args = gradient, momentum, scale
+        inplace.update(self._device, dgc.accumulate, state, *args)
+
+    def _correct_rate(self, taken_over: dgc.TakenOver | None) -> None:
         """Let v fall with the learning rate; this is the last one from now on."""
-        if momentum is None:
+        if taken_over is None:
             return
         with tf.device("CPU:0"):  # which chooses what is done
-            rate, last = momentum.learning_rate, self._rate.read_value()
+            rate = tf.cast(taken_over.learning_rate, tf.float32)
+            last = self._rate.read_value()
             fallen = dgc.fall(rate, last)
             self._rate.assign(tf.where(rate > 0, rate, last), read_value=False)
             falls = fallen < 1.0
@@ -171,7 +200,7 @@ class Compressed(Exchange):
             tf.cond(falls, scale, lambda: None)
 
     def _clipped(
-        self, local: list[Any], momentum: dgc.Momentum | None, times: float
+        self, local: list[Any], taken_over: dgc.TakenOver | None, whole: int
     ) -> tuple[tf.Tensor, list[Any], tf.Tensor, tf.Tensor]:
         """Return the arena's gradient, the small ones, what is not finite, the scale.
 
@@ -181,24 +210,32 @@ class Compressed(Exchange):
         small = [local[i] for i in self._small]
         gradient, scale = arena.flatten(self.layout, large), tf.ones([])
         together = [gradient, *small]
-        rate = [] if momentum is None else [tf.cast(momentum.learning_rate, tf.float32)]
+        rate = []
+        if taken_over is not None:
+            rate = [tf.cast(taken_over.learning_rate, tf.float32)]
         nonfinite = values.first_nonfinite(local, rate, together)
         if self.config.clip_norm is not None:
             size = self.transport.size
-            norm = self.config.clip_norm * times
+            # It is the norm of what is divided by N that is clipped.
+            norm = self.config.clip_norm * (size / whole)
             scale = dgc.clip_scale(together, norm, size)
             small = [values.scaled(part, scale) for part in small]
         return gradient, small, nonfinite, scale
 
-    def _sum(self, weights: Sequence[tf.Variable] | None) -> tf.Tensor:
+    def _sum(
+        self,
+        share: Share,
+        taken_over: dgc.TakenOver | None,
+        weights: Sequence[tf.Variable] | None,
+    ) -> tf.Tensor:
         """Sum at the present stage; return bytes and elements sent, shape [2]."""
-        peaks = inplace.call(self._device, selection.peaks, self.residual)
         step, stages = self.step.read_value(), range(len(self._stages))
         # Those with messages share a graph; what is compiled is shared as well.
         sparse = [i for i in stages if self._form(i).slots]
         groups = [[i] for i in stages if i not in sparse] + ([sparse] if sparse else [])
         branches = [
-            functools.partial(self._at, group, peaks, weights, step) for group in groups
+            functools.partial(self._at, group, share, taken_over, weights, step)
+            for group in groups
         ]
         group = None
         if len(groups) > 1:
@@ -216,15 +253,17 @@ class Compressed(Exchange):
     def _at(
         self,
         stages: Sequence[int],
-        peaks: tf.Tensor,
+        share: Share,
+        taken_over: dgc.TakenOver | None,
         weights: Sequence[tf.Variable] | None,
         step: tf.Tensor,
     ) -> tf.Tensor:
-        """Select, exchange, keep the rest; add up, or change the weights.
+        """Accumulate, select, exchange, keep the rest; add up, or change the weights.
 
         Args:
             stages: those that are done alike, one of which is the present one.
-            peaks: of the residual.
+            share: of this worker.
+            taken_over: what the optimizer leaves to the exchange.
             weights: that are changed here; None adds up.
             step: shape [], int64.
         """
@@ -232,6 +271,10 @@ class Compressed(Exchange):
         if len(stages) > 1:
             begun = [self._stages[i] for i in stages]
             number = warmup.stage_index(step, begun)
+        densely = not forms[0].slots and self.layout.size > 0
+        if not densely or self._steps is None:
+            self._accumulate(share, taken_over)
+        peaks = inplace.call(self._device, selection.peaks, self.residual)
         write = functools.partial(
             dgc.send,
             forms=forms,
@@ -249,15 +292,26 @@ class Compressed(Exchange):
             for i, form in zip(stages, forms, strict=True)
         ]
         total, used, sent = values.one_of(wires, number)
-        if not forms[0].slots and self.layout.size:
-            return self._sum_densely(weights, f"{self.name}.{stages[0]}", total, sent)
+        if densely:
+            name = f"{self.name}.{stages[0]}.arena"
+            with tf.control_dependencies([total.positions]):  # the headers were alike
+                if self._steps is None:
+                    self._sum_densely(weights, name)
+                elif isinstance(taken_over, dgc.LocalStep):
+                    self._step_densely(self._steps, taken_over, share, name)
+            self._coverage.record_all()
+            arena_sent = [4 * self.layout.size, self.layout.elements]
+            return sent + tf.constant(arena_sent, tf.int64)
 
         self._keep(used)
-        if weights is None:
-            inplace.update(self._device, selection.densify, self._total, *total)
-        else:
+        if weights is not None:
             slots = [form.slots for form in forms]
             applied.subtract(weights, self.layout, total, slots, number)
+        else:
+            inplace.update(self._device, selection.densify, self._total, *total)
+            if self._steps is not None:
+                parts = arena.unflatten(self.layout, self._total.read_value())
+                applied.subtract_all([self.variables[i] for i in self._large], parts)
         self._coverage.record(used.positions[0])
         return sent
 
@@ -271,19 +325,9 @@ class Compressed(Exchange):
         total, used, elements = wire(own, f"{name}.message")
         return total, used, tf.stack([tf.constant(form.bytes, tf.int64), elements])
 
-    def _sum_densely(
-        self,
-        weights: Sequence[tf.Variable] | None,
-        name: str,
-        agreed: sums.Sparse,
-        header: tf.Tensor,
-    ) -> tf.Tensor:
+    def _sum_densely(self, weights: Sequence[tf.Variable] | None, name: str) -> None:
         """Exchange all of the arena, in a stage where that costs less."""
-        (total,) = self.transport.all_reduce(
-            [self.residual.read_value()], f"{name}.arena"
-        )
-        with tf.control_dependencies([agreed.positions]):  # the headers were alike
-            total = tf.identity(total)
+        (total,) = self.transport.all_reduce([self.residual.read_value()], name)
         if weights is None:
             self._total.assign(total)
         else:
@@ -293,9 +337,14 @@ class Compressed(Exchange):
                 inplace.update(device, arena.subtract, parts, total, offsets)
         with tf.control_dependencies([total]):
             self._clear()
-        self._coverage.record_all()
-        arena_sent = [4 * self.layout.size, self.layout.elements]
-        return header + tf.constant(arena_sent, tf.int64)
+
+    def _step_densely(
+        self, steps: LocalSteps, step: dgc.LocalStep, share: Share, name: str
+    ) -> None:
+        """Take the optimizer's step of everybody's gradient; nothing is kept."""
+        own = (share.scale * share.factor)[..., tf.newaxis] * share.gradient
+        (total,) = self.transport.all_reduce([own], name)
+        steps.along(step, total, share.small)
 
     @functools.cached_property
     def _total(self) -> tf.Variable:
@@ -326,6 +375,8 @@ class Compressed(Exchange):
             found[f"velocity of {unit}"] = self.velocity
         if self._corrects:
             found["learning rate"] = self._rate
+        if self._steps is not None:
+            found |= self._steps.state
         return found
 
     @property
@@ -337,6 +388,9 @@ class Compressed(Exchange):
         """Take over what was saved."""
         super().load(arrays, steps)
         self.step.assign(steps)
+        stage = warmup.stage_index(self.step.read_value(), self._stages)
+        if self._steps is not None and not self._form(int(stage)).slots:
+            self._steps.agree(self.transport)  # on a step of all, which comes next
 
     def _clear(self, sent: tf.Tensor | None = None) -> None:
         """Take out of v what went densely.
@@ -361,8 +415,11 @@ class Compressed(Exchange):
         own = self.residual.read_value()
         (summed,) = self.transport.all_reduce([own], f"{self.name}.flush")
         gradients = list(compress(arena.unflatten(self.layout, summed), wanted))
-        update = Update(gradients, [self._corrects] * len(gradients))
-        apply(update, [self.variables[i] for i in compress(self._large, wanted)])
+        found = [self.variables[i] for i in compress(self._large, wanted)]
+        if self._steps is not None:
+            applied.subtract_all(found, gradients)
+            gradients = [None] * len(found)
+        apply(Update(gradients, [self._corrects] * len(found)), found)
         self._clear(arena.mask(self.layout, wanted))
 
     def kept(self) -> list[tf.Tensor]:
@@ -377,6 +434,14 @@ class Compressed(Exchange):
         return found
 
     # What is refused, and what is said.
+
+    def _accumulated(self, taken_over: dgc.TakenOver | None) -> dgc.TakenOver | None:
+        """Return what is taken over; None where gradients are accumulated."""
+        if not self.config.momentum_correction:
+            return None
+        if isinstance(taken_over, dgc.LocalStep):
+            return taken_over if self._large and taken_over.accumulates() else None
+        return taken_over
 
     def _refuse_late(self, momentum: dgc.Momentum | None) -> None:
         if momentum is not None and momentum.factor and self.velocity is None:

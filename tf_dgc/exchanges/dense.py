@@ -13,14 +13,14 @@ from tf_dgc.transports import sums
 class Dense(Exchange):
     """Plain synchronous data parallelism."""
 
-    def __init__(self, place: Place, momentum: dgc.Momentum | None = None) -> None:
+    def __init__(self, place: Place, taken_over: dgc.TakenOver | None = None) -> None:
         """Keep nothing; the optimizer's momentum stays its own."""
         super().__init__(place)
 
     def gradients(
         self,
         local: list[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Sum them."""

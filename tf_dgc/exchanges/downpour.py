@@ -108,12 +108,12 @@ class Downpouring:
         """Tell what the next exchange is to know."""
         self._expected = trained
 
-    def __call__(self, place: Place, momentum: dgc.Momentum | None) -> "Downpour":
+    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> "Downpour":
         """Make an exchange: its variables move to the servers, or are there."""
         trained, self._expected = self._expected, None
         if trained is None:
             raise RuntimeError("What is trained must be told of first")
-        return Downpour(place, self, trained, momentum)
+        return Downpour(place, self, trained, dgc.momentum_in(taken_over))
 
 
 class Totals:
@@ -322,10 +322,11 @@ class Downpour(Exchange):
     def gradients(
         self,
         local: list[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Return what is to be pushed: this worker's gradients, or their sum."""
+        momentum = dgc.momentum_in(taken_over)
         if self._pushed is not None:
             return self._selected(self._pushed, local, momentum)
         if self.together is not None:

@@ -24,7 +24,7 @@ from tf_dgc.values import shaped
 
 
 class Make(Protocol):
-    """Makes the exchange of a place, given the momentum of its first step.
+    """Makes the exchange of a place, given what it may take over.
 
     Attributes:
         lockstep: whether all workers meet in each step, the first ones included.
@@ -32,7 +32,7 @@ class Make(Protocol):
 
     lockstep: bool
 
-    def __call__(self, place: Place, momentum: dgc.Momentum | None) -> Exchange:
+    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> Exchange:
         """Return a new exchange, its state all zero."""
 
 
@@ -80,7 +80,7 @@ class Ledger:
 
         Args:
             transport: to the other workers.
-            make: makes the exchange of a place, given the momentum of its first step.
+            make: makes the exchange of a place, given what it may take over.
         """
         self.transport = transport
         self._make, self.lockstep = make, make.lockstep
@@ -99,7 +99,7 @@ class Ledger:
         owner: object,
         local: Sequence[Any],
         variables: Sequence[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Exchange this worker's gradients, before the owner's step.
@@ -109,7 +109,7 @@ class Ledger:
             local: tensors or IndexedSlices of static shape, none of them None.
             variables: what they belong to, of the same length: objects with a name,
                 a shape and a dtype, the same objects at every step.
-            momentum: what the caller leaves to the exchange.
+            taken_over: what the caller leaves to the exchange.
             part: what the gradients of this worker count; None on all workers, or on
                 none. By default those of all count alike.
 
@@ -118,11 +118,11 @@ class Ledger:
             tf.errors.InvalidArgumentError: their weights have drifted apart, see
                 `replicas`, or their learning rates differ.
         """
-        exchange = self.of(owner, variables, momentum)
+        exchange = self.of(owner, variables, taken_over)
         if exchange.lockstep:
             exchange.replicas.compare(variables, 1)
         known = [shaped(g, v.shape) for g, v in zip(local, variables, strict=True)]
-        update = exchange.gradients(known, momentum, part)
+        update = exchange.gradients(known, taken_over, part)
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
         sent_bytes, sent_elements = tf.unstack(update.sent)
@@ -147,18 +147,18 @@ class Ledger:
         self,
         owner: object,
         variables: Sequence[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
     ) -> Exchange:
         """Return the exchange of an owner's variables; open it the first time."""
         own = self._exchanges.setdefault(owner, {})
         key = _key(variables)
         if key not in own:
             with tf.init_scope():
-                own[key] = self._open(owner, variables, momentum)
+                own[key] = self._open(owner, variables, taken_over)
         return own[key]
 
     def _open(
-        self, owner: object, variables: Sequence[Any], momentum: dgc.Momentum | None
+        self, owner: object, variables: Sequence[Any], taken_over: dgc.TakenOver | None
     ) -> Exchange:
         place = Place(
             self.transport,
@@ -172,7 +172,7 @@ class Ledger:
         listed["TF_DGC_CHECK_STEPS"] = str(self._interval)
         handshake.agree(self.transport, "trained variables", listed)
         self.opened += 1
-        exchange = self._make(place, momentum)
+        exchange = self._make(place, taken_over)
         for restored, choice in self._waiting:
             if restored and (choice is None or choice.has(owner, exchange.variables)):
                 _check(exchange, restored[0])

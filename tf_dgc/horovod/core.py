@@ -200,7 +200,7 @@ class Means:
         owner: object,
         local: Sequence[Any],
         variables: Sequence[Any],
-        momentum: dgc.Momentum | None = None,
+        taken_over: dgc.TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Return the means over the workers, or the sums where `Terms` say so.
@@ -222,7 +222,7 @@ class Means:
         if self.mesh.voices is not self.everybody:
             shares = [tf.convert_to_tensor(share) for share in shares]
             shares = self.mesh.within_nodes(shares, "shares")
-        found = self.ledger.gradients(owner, shares, variables, momentum, part)
+        found = self.ledger.gradients(owner, shares, variables, taken_over, part)
         if contexts is None:
             return found
         whole = self._terms.decompress(found.gradients, contexts)

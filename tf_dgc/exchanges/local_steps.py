@@ -1,0 +1,129 @@
+"""Steps of an optimizer along a worker's own gradients, taken to be accumulated.
+
+Axes: P arena elements, W of N workers in this process: one, but in a simulation.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc.compression import arena
+from tf_dgc.compression.arena import Layout
+from tf_dgc.compression.dgc import LocalStep
+from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.transports.base import Transport
+
+
+class LocalSteps:
+    """Takes steps, and takes the large variables back; it is workers who agree on them.
+
+    Attributes:
+        slots: what the optimizer keeps of its variables, this worker's own; where this
+            process is W workers, that of rank 0.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        variables: Sequence[tf.Variable],
+        large: Sequence[int],
+        step: LocalStep,
+        workers: Any,
+    ) -> None:
+        """Create what several workers in one process need, outside of any graph.
+
+        Args:
+            layout: of the arena of the large variables.
+            variables: of the optimizer.
+            large: the indices of those in the arena.
+            step: the first one.
+            workers: which the process is; see `compressed.Workers`.
+        """
+        self._layout, self._workers = layout, workers
+        self._large = [variables[i] for i in large]
+        self._places = list(large)
+        self._small = [v for i, v in enumerate(variables) if i not in large]
+        self.slots: Sequence[tf.Variable] = list(step.slots)
+        self._stacks: list[tf.Variable] = []
+        with tf.init_scope():
+            for slot in self.slots if workers.axis else ():
+                stacked = tf.stack([slot.read_value()] * len(workers.ranks))
+                self._stacks.append(own_variable(stacked, "dgc_slot"))
+
+    @property
+    def state(self) -> dict[str, tf.Variable]:
+        """What each worker has of its own, by name."""
+        return {f"own {i}": v for i, v in enumerate(self._stacks or self.slots)}
+
+    def along_own(
+        self, step: LocalStep, gradient: tf.Tensor, small: list[Any]
+    ) -> tf.Tensor:
+        """Return steps of the large variables; the small ones are changed.
+
+        Args:
+            step: of the optimizer.
+            gradient: of each worker, the mean over its rows, shape [P], or [W, P].
+            small: gradients of the small ones, the same on all workers.
+
+        Returns:
+            w - w', of the same shape as `gradient`, where a step leads from w to w'.
+        """
+        if not self._stacks:
+            return self._taken(step, gradient, small)
+
+        def take(own: tf.Tensor, slots: list[tf.Tensor]) -> tuple[Any, ...]:
+            _assign(self.slots, slots)
+            before = _values(self._small)
+            taken = self._taken(step, own, small)
+            found = taken, _values(self.slots), _values(self._small)
+            _assign(self._small, before)
+            return found
+
+        steps, slots, others = self._workers.each(take, gradient, _values(self._stacks))
+        _assign(self._stacks, slots)
+        _assign(self.slots, [slot[0] for slot in slots])
+        _assign(self._small, [other[0] for other in others])
+        return steps
+
+    def along(self, step: LocalStep, gradient: tf.Tensor, small: list[Any]) -> None:
+        """Step along gradients that are the same on all workers, shape [P]."""
+        step.take(self._together(gradient, small))
+        ranks = self._workers.ranks
+        stacked = [tf.stack([v] * len(ranks)) for v in _values(self.slots)]
+        _assign(self._stacks, stacked if self._stacks else [])
+
+    def agree(self, transport: Transport) -> None:
+        """Take the mean of all workers' slots, eagerly: steps are of all again."""
+        own = [v / transport.size for v in _values(self._stacks or self.slots)]
+        found = transport.all_reduce(own, "local_steps.slots")
+        _assign(self.slots, found)
+        stacked = [tf.stack([v] * len(self._workers.ranks)) for v in found]
+        _assign(self._stacks, stacked if self._stacks else [])
+
+    def _taken(
+        self, step: LocalStep, gradient: tf.Tensor, small: list[Any]
+    ) -> tf.Tensor:
+        before = _values(self._large)
+        step.take(self._together(gradient, small))
+        after = _values(self._large)
+        _assign(self._large, before)
+        start, end = (arena.flatten(self._layout, part) for part in (before, after))
+        return start - end
+
+    def _together(self, gradient: tf.Tensor, small: list[Any]) -> list[Any]:
+        """Return the gradients of all variables, in their order."""
+        parts = zip(self._large, arena.unflatten(self._layout, gradient), strict=True)
+        large, rest = [tf.cast(part, v.dtype) for v, part in parts], iter(small)
+        count = len(large) + len(small)
+        found = {i: part for i, part in zip(self._places, large, strict=True)}
+        return [found[i] if i in found else next(rest) for i in range(count)]
+
+
+def _values(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    return [variable.read_value() for variable in variables]
+
+
+def _assign(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value, read_value=False)
