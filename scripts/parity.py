@@ -12,9 +12,9 @@ process (`tf_dgc.simulate`); with a `period`, which averages parameters, or `ser
 which train asynchronously, on real ones (`run_local.py`). A row of the table is a name
 from ROWS below, or a name of one's own with settings: of DGCConfig, of the task
 (learning_rate, batch_size, ...; schedule, "cosine" or "step"; optimizer, as of
-OPTIMIZERS), of averaging, or of servers; `warmup_epochs` is counted in epochs. With
-`servers` a step of the schedule is a push, W of which make an epoch's step, there is no
-warm-up, and `clip_norm` is of compression.
+OPTIMIZERS), of averaging, of servers, or a budget (BUDGET); `warmup_epochs` is counted
+in epochs. With `servers` a step of the schedule is a push, W of which make an epoch's
+step, there is no warm-up, and `clip_norm` is of compression.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
@@ -113,6 +113,15 @@ DEFAULTS: dict[str, Any] = {
     "schedule": "cosine",
     "optimizer": "sgd",
 }
+# Of a budget in bytes, in the place of others of DGCConfig.
+BUDGET: dict[str, Any] = {
+    "sparsity": None,
+    "value_dtype": None,
+    "momentum_masking": None,
+    "warmup_epochs": 0,
+    "ratio": None,
+    "known_length": False,
+}
 OPTIMIZERS = {
     "sgd": "SGD",
     "adagrad": "Adagrad",
@@ -152,6 +161,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
             f"{name!r} is not one of {', '.join(ROWS)}, and has no settings"
         )
     settings = DEFAULTS | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
+    settings |= BUDGET if has(row, "ratio") else {}
     settings |= AVERAGING if has(row, "period") else {}
     settings |= SERVED if has(row, "servers") else {}
     settings |= ROWS.get(name, {})
@@ -164,7 +174,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
 
 
 def has(row: str, setting: str) -> bool:
-    """Tells whether a row averages, which has a `period`, or has `servers`."""
+    """Tells whether a row is one with a `period`, `servers`, or a `ratio`."""
     name, _, own = row.partition(":")
     return setting in ROWS.get(name, {}) or re.search(rf"\b{setting}=", own) is not None
 
@@ -286,12 +296,16 @@ LOAD = {
 }
 
 
-def compression_of(settings: dict[str, Any], warmup_steps: int = 0) -> Any:
+def compression_of(
+    settings: dict[str, Any], warmup_steps: int = 0, total_steps: int | None = None
+) -> Any:
     """Returns the settings that are of DGCConfig."""
     import tf_dgc
 
     known = {field.name for field in dataclasses.fields(tf_dgc.DGCConfig)}
     own = {key: value for key, value in settings.items() if key in known}
+    if settings.get("known_length"):
+        own["total_steps"] = total_steps
     return tf_dgc.DGCConfig(warmup_steps=warmup_steps, **own)
 
 
@@ -371,7 +385,8 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     keras.utils.set_random_seed(seed)
     data, unseen, steps, build = LOAD[args.task](args)
     if strategy is None:
-        config = compression_of(settings, round(settings["warmup_epochs"] * steps))
+        warmup = round(settings["warmup_epochs"] * steps)
+        config = compression_of(settings, warmup, args.epochs * steps)
         strategy = simulate.SimulatedStrategy(args.workers, config)
     with strategy.scope():
         model = build()
@@ -490,6 +505,8 @@ def report(folder: pathlib.Path) -> None:
         received = [r["received_bytes"] for r in results if "received_bytes" in r]
         staleness = [r["staleness"] for r in results if "staleness" in r]
         usual = DEFAULTS | AVERAGING | SERVED | TASKS[task]
+        if "ratio" in results[0]["settings"]:
+            usual |= BUDGET
         changed = [
             f"{key}={value}"
             for key, value in results[0]["settings"].items()

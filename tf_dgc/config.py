@@ -4,11 +4,18 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 FLOATING = ("float32", "float16", "bfloat16")
 VALUE_DTYPES = (*FLOATING, "sign", "log4")
 NONFINITE = ("raise", "skip")
+# Where no sparsity is given: about as many bytes as of 0.999 in float32.
+CHOSEN_SPARSITY = {"sign": 0.996, "log4": 0.997}
+PAPER: dict[str, Any] = {
+    "sparsity": 0.999,
+    "value_dtype": "float32",
+    "momentum_masking": True,
+}
 ADAPTIVE = "adaptive"
 
 
@@ -38,9 +45,14 @@ class _Settings:
 class DGCConfig(_Settings):
     """Settings of Deep Gradient Compression.
 
+    Without a `sparsity` the values that are sent, how many, and masking are what
+    docs/parity.md found best; with one they are as in the paper. `DGCConfig.paper()` is
+    the paper's own setting.
+
     Attributes:
         sparsity: fraction of the elements that is NOT sent, in [0, 1). 0.999 sends
-            one element in a thousand; higher compresses harder.
+            one element in a thousand; higher compresses harder. By default 0.996, of
+            signs: as many bytes as of 0.999 in float32. None where there is a budget.
         warmup_steps: number of optimizer steps over which the sparsity climbs
             through `warmup_stages`, 0 or more. The paper warms up for 4 of 90
             epochs (ImageNet) to 4 of 164 (CIFAR-10).
@@ -48,12 +60,14 @@ class DGCConfig(_Settings):
             share of `warmup_steps`. Stages at or above `sparsity` are left out.
         clip_norm: largest global norm of the gradient, or None. Each of N workers
             clips its own, by Keras already divided by N, to `clip_norm * N**-0.5`.
-        momentum_correction: accumulate the steps of `keras.optimizers.SGD`, with its
-            momentum and learning rate, instead of its gradient. Without effect on
-            other optimizers.
+        momentum_correction: accumulate the optimizer's own steps, instead of gradients:
+            those of `keras.optimizers.SGD`, with its momentum and learning rate, and of
+            others, such as Adam, whose steps depend on gradients alone; their slots are
+            then each worker's own.
         momentum_masking: clear the velocity of the elements that were sent; not where
-            everything is, at a sparsity of 0 or because it is cheaper. Short trainings
-            are better off without, see docs/parity.md.
+            everything is, at a sparsity of 0 or because it is cheaper. Of SGD. By
+            default as in the paper where there is a `sparsity`; else not, with which
+            short trainings are better off, see docs/parity.md.
         rate_correction: where the learning rate falls to half of the last step's or
             less, what waits is multiplied by as much, so that it counts at the new
             rate. With `momentum_correction` only; else what waits are gradients.
@@ -65,12 +79,19 @@ class DGCConfig(_Settings):
             with a scale for each tensor, "sign", their sign only, or "log4", sign and
             one of 8 magnitudes. What rounding takes off a value is kept and sent later.
             With "sign" four times as many elements take as many bytes as with
-            "float32", with "log4" three times: a sparsity of 0.996 or 0.997.
+            "float32", with "log4" three times: a sparsity of 0.996 or 0.997. By default
+            "float32" where there is a `sparsity`, else "sign".
         nonfinite: what to do when some worker's gradient holds a NaN or an
             infinity: "raise" stops all workers, "skip" leaves the step out on all.
+        bytes_per_step: a budget in place of `sparsity`: the most bytes that a worker
+            sends in a step, or on average where there are `total_steps`, tensors that
+            go densely included; as `stats()` counts them, of each optimizer.
+        ratio: the same as a fraction of dense training: 277 sends 1/277 of its bytes.
+        total_steps: with a budget, steps of the whole training: half of its bytes are
+            spent in a warm-up then. None has no warm-up.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range, or two contradict each other.
         TypeError: a value is of the wrong type.
 
     References:
@@ -78,20 +99,36 @@ class DGCConfig(_Settings):
         https://arxiv.org/abs/1712.01887
     """
 
-    sparsity: float = 0.999
+    sparsity: Any = None  # a float, but for budgets
     warmup_steps: int = 0
     warmup_stages: tuple[float, ...] = (0.75, 0.9375, 0.984375, 0.996)
     clip_norm: float | None = None
     momentum_correction: bool = True
-    momentum_masking: bool = True
+    momentum_masking: Any = None  # a bool, in the end
     rate_correction: bool = True
     min_elements: int = 1024
     sample_fraction: float = 0.01
-    value_dtype: str = "float32"
+    value_dtype: Any = None  # a str, in the end
     nonfinite: str = "raise"
+    bytes_per_step: int | None = None
+    ratio: float | None = None
+    total_steps: int | None = None
+    is_chosen: ClassVar[bool]  # whether neither sparsity nor type of values was given
+
+    @classmethod
+    def paper(cls, warmup_steps: int = 0, **others: Any) -> Self:
+        """Return the paper's own setting: 0.1% of the elements, whole, with masking.
+
+        Args:
+            warmup_steps: see above.
+            others: what is to be different.
+        """
+        return cls(**(PAPER | {"warmup_steps": warmup_steps} | others))
 
     def __post_init__(self) -> None:
-        self._set("sparsity", _fraction("sparsity", self.sparsity))
+        self._choose()
+        if self.sparsity is not None:
+            self._set("sparsity", _fraction("sparsity", self.sparsity))
         for name in ("warmup_steps", "min_elements"):
             self._set(name, _count(name, getattr(self, name)))
         try:
@@ -123,6 +160,55 @@ class DGCConfig(_Settings):
             if not isinstance(value, str) or value not in allowed:
                 raise ValueError(_message(name, f"one of {allowed}", self))
 
+    def _choose(self) -> None:
+        """Settle what was not given, and what is instead of a sparsity."""
+        chosen = self.sparsity is None
+        self._set("is_chosen", chosen and self.value_dtype is None)
+        if self.value_dtype is None:
+            self._set("value_dtype", "sign" if chosen else PAPER["value_dtype"])
+        if self.momentum_masking is None:
+            self._set("momentum_masking", not chosen)
+        self._check_budget()
+        if self.sparsity is None and not self.has_budget:
+            kind, usual = self.value_dtype, PAPER["sparsity"]
+            found = CHOSEN_SPARSITY.get(kind, usual) if isinstance(kind, str) else usual
+            self._set("sparsity", found)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the sparsity is still to be found, by the tensors there are."""
+        return self.bytes_per_step is not None or self.ratio is not None
+
+    def without_budget(self, sparsity: float, warmup_steps: int = 0) -> Self:
+        """Return these settings with a sparsity that keeps to their budget."""
+        changes: dict[str, Any] = {"sparsity": sparsity, "warmup_steps": warmup_steps}
+        changes |= dict.fromkeys(("bytes_per_step", "ratio", "total_steps"))
+        return dataclasses.replace(self, **changes)
+
+    def _check_budget(self) -> None:
+        if self.bytes_per_step is not None:
+            count = _count("bytes_per_step", self.bytes_per_step, 1)
+            self._set("bytes_per_step", count)
+        if self.ratio is not None:
+            self._set("ratio", _number("ratio", self.ratio))
+            if not (math.isfinite(self.ratio) and self.ratio >= 1):
+                raise ValueError(_message("ratio", "1 or more", self))
+        if self.total_steps is not None:
+            self._set("total_steps", _count("total_steps", self.total_steps, 1))
+            if not self.has_budget:
+                rule = "None without `bytes_per_step` or `ratio`"
+                raise ValueError(_message("total_steps", rule, self))
+        if not self.has_budget:
+            return
+        if self.ratio is not None and self.bytes_per_step is not None:
+            raise ValueError(_message("ratio", "None with `bytes_per_step`", self))
+        if self.sparsity is not None:
+            rule = "None with a budget, `bytes_per_step` or `ratio`"
+            raise ValueError(_message("sparsity", rule, self))
+        if self.warmup_steps:
+            rule = "0 with a budget, which `total_steps` shares out"
+            raise ValueError(_message("warmup_steps", rule, self))
+
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
         config = dataclasses.asdict(self)
@@ -149,7 +235,8 @@ class AveragingConfig(_Settings):
             the strategy starts TensorFlow too early for them.
         compression: a DGCConfig, to send only the largest changes of the parameters;
             what is not sent comes with a later round. Its steps are rounds, its
-            gradients changes, its `nonfinite` "raise". None sends everything.
+            gradients changes, its `nonfinite` "raise", its budget for a round. None
+            sends everything.
         average_slots: average also what the optimizer keeps, such as momentum, which
             multiplies the traffic; by default that is each worker's own.
         non_trainable: which variables of layers that are not trained by gradients, such
@@ -260,8 +347,9 @@ class DownpourConfig(_Settings):
         compression: a DGCConfig, to push only the largest elements of what has been
             accumulated, and to fetch only what has changed. For `keras.optimizers.SGD`.
             Its steps are this worker's pushes, `clip_norm` is the norm allowed to its
-            own gradient, `nonfinite` is "raise", `value_dtype` a floating-point type.
-            None pushes and fetches everything.
+            own gradient, `nonfinite` is "raise", `value_dtype` a floating-point type;
+            what is not given is as in the paper, and there is no budget. None pushes
+            and fetches everything.
 
     Raises:
         ValueError: a value is out of its range.
@@ -305,6 +393,12 @@ class DownpourConfig(_Settings):
             self._set("compression", compression)
         if not isinstance(compression, DGCConfig | None):
             raise TypeError(_message("compression", "a DGCConfig or None", self))
+        if compression and compression.has_budget:
+            rule = "without a budget: `bytes_per_step` and `ratio` None"
+            raise ValueError(_message("compression", rule, self))
+        if compression and compression.is_chosen:
+            compression = dataclasses.replace(compression, **PAPER)
+            self._set("compression", compression)
         if compression and compression.nonfinite != "raise":
             rule = "of nonfinite='raise', as no other worker waits for a step"
             raise ValueError(_message("compression", rule, self))

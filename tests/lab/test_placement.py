@@ -51,7 +51,7 @@ class LongStepTest(StepCase):
         names = set()
         with mock.patch.dict(inplace._compiled, clear=True):  # of other tests
             placement.trace(placement.STEPS["dgc"])
-            placement.trace(placement.STEPS["dgc_adam"])
+            placement.trace(placement.STEPS["dgc_gradients"])
             for compiled in inplace.compiled():
                 names.add(compiled.name)
                 self.assertEmpty(placement.lowered(compiled))

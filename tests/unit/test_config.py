@@ -31,6 +31,10 @@ configs = st.builds(
     sample_fraction=st.floats(0, 1, exclude_min=True),
     value_dtype=st.sampled_from(["float32", "float16", "bfloat16", "sign", "log4"]),
     nonfinite=st.sampled_from(["raise", "skip"]),
+) | st.builds(
+    DGCConfig,
+    ratio=st.floats(1, 1e9),
+    total_steps=st.none() | st.integers(1, 10**9),
 )
 
 
@@ -54,10 +58,11 @@ class DGCConfigTest(tf.test.TestCase):
 
     def test_numbers_are_no_strings_or_bools(self) -> None:
         for value in ("0.9", True, None, [0.9]):
-            self.assert_refused(TypeError, "sparsity", value, "a number.")
             self.assert_refused(TypeError, "sample_fraction", value, "a number.")
             if value is not None:
+                self.assert_refused(TypeError, "sparsity", value, "a number.")
                 self.assert_refused(TypeError, "clip_norm", value, "a number.")
+                self.assert_refused(TypeError, "ratio", value, "a number.")
         with self.assertRaisesRegex(TypeError, "`warmup_stages` must be a number"):
             DGCConfig(warmup_stages=("0.75",))
 
@@ -88,7 +93,7 @@ class DGCConfigTest(tf.test.TestCase):
             "momentum_masking",
             "rate_correction",
         ):
-            for value in (0, 1, "yes", None):
+            for value in (0, 1, "yes"):
                 self.assert_refused(TypeError, name, value, "True or False.")
 
     def test_sample_fraction_is_positive_and_at_most_all(self) -> None:
@@ -97,7 +102,7 @@ class DGCConfigTest(tf.test.TestCase):
         self.assertEqual(DGCConfig(sample_fraction=1).sample_fraction, 1)
 
     def test_names_are_of_the_listed_ones(self) -> None:
-        for value in ("float64", "int8", None, 16):
+        for value in ("float64", "int8", 16, ["sign"]):
             rule = "one of ('float32', 'float16', 'bfloat16', 'sign', 'log4')."
             self.assert_refused(ValueError, "value_dtype", value, rule)
         for value in ("ignore", None, True):
@@ -122,6 +127,41 @@ class DGCConfigTest(tf.test.TestCase):
         given_stages.append(0.1)
         self.assertEqual(config.warmup_stages, (0.5, 0.75))
 
+    def test_what_is_not_given_is_chosen_and_beside_a_sparsity_as_in_the_paper(
+        self,
+    ) -> None:
+        def found(config: DGCConfig) -> tuple[Any, ...]:
+            return config.sparsity, config.value_dtype, config.momentum_masking
+
+        for config, expected in (
+            (DGCConfig(), (0.996, "sign", False)),
+            (DGCConfig(value_dtype="log4"), (0.997, "log4", False)),
+            (DGCConfig(value_dtype="float16"), (0.999, "float16", False)),
+            (DGCConfig(momentum_masking=True), (0.996, "sign", True)),
+            (DGCConfig(sparsity=0.99), (0.99, "float32", True)),
+            (DGCConfig(sparsity=0.99, value_dtype="sign"), (0.99, "sign", True)),
+            (DGCConfig.paper(), (0.999, "float32", True)),
+            (DGCConfig.paper(momentum_masking=False), (0.999, "float32", False)),
+            (DGCConfig(ratio=100), (None, "sign", False)),
+            (DGCConfig(bytes_per_step=9, value_dtype="log4"), (None, "log4", False)),
+        ):
+            self.assertEqual(found(config), expected)
+        self.assertEqual(DGCConfig.paper(7).warmup_steps, 7)
+
+    def test_a_budget_stands_in_the_place_of_a_sparsity(self) -> None:
+        self.assert_refused(ValueError, "ratio", 0.5, "1 or more")
+        self.assert_refused(ValueError, "ratio", INF, "1 or more")
+        self.assert_refused(ValueError, "bytes_per_step", 0, "1 or more")
+        self.assert_refused(TypeError, "bytes_per_step", 1.5, "an integer")
+        self.assert_refused(ValueError, "total_steps", 9, "None without `bytes_per_")
+        for budget in ({"ratio": 9}, {"bytes_per_step": 9}):
+            rule = "None with a budget"
+            self.assert_refused(ValueError, "sparsity", 0.9, rule, **budget)
+            rule = "0 with a budget, which `total_steps` shares out"
+            self.assert_refused(ValueError, "warmup_steps", 3, rule, **budget)
+        rule = "None with `bytes_per_step`"
+        self.assert_refused(ValueError, "ratio", 9.0, rule, bytes_per_step=9)
+
     @steady
     @given(configs)
     def test_get_config_round_trips_through_json(self, config: DGCConfig) -> None:
@@ -140,7 +180,7 @@ class DGCConfigTest(tf.test.TestCase):
     def test_from_config_refuses_unknown_keys(self) -> None:
         with self.assertRaisesRegex(
             ValueError,
-            r"`config` must only have the settings of DGCConfig: \['clip_norm', .*"
+            r"`config` must only have the settings of DGCConfig: \['bytes_per_step', .*"
             r"Received: unknown keys \['alpha', 'sparsty'\]",
         ):
             DGCConfig.from_config({"sparsty": 0.9, "alpha": 1, "sparsity": 0.9})
@@ -301,6 +341,10 @@ class DownpourConfigTest(tf.test.TestCase):
         self.assert_refused(ValueError, name, (skips,), "of nonfinite='raise', as no")
         coarse = [DGCConfig(value_dtype=kind) for kind in ("sign", "log4")]
         self.assert_refused(ValueError, name, coarse, "of a value_dtype among")
+        budget = DGCConfig(ratio=9)
+        self.assert_refused(ValueError, name, (budget,), "without a budget")
+        chosen = DownpourConfig(compression=DGCConfig(warmup_steps=5))
+        self.assertEqual(chosen.compression, DGCConfig.paper(5))
         config = DownpourConfig(compression=DGCConfig(sparsity=0.99))
         text = json.dumps(config.get_config())
         self.assertEqual(DownpourConfig.from_config(json.loads(text)), config)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import values
-from tf_dgc.compression import arena, dgc, message, selection, warmup
+from tf_dgc.compression import arena, budget, dgc, message, selection, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import applied, inplace
@@ -26,6 +26,8 @@ from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 
 _logger = logging.getLogger("tf_dgc")
+
+_TOLD_BYTES = 12  # of each worker, beside the small tensors: see `parts.weighed_sum`
 
 
 class Workers(NamedTuple):
@@ -93,6 +95,7 @@ class Compressed(Exchange):
         self.layout = arena.build(
             [(self.variables[i].name, shapes[i]) for i in self._large]
         )
+        self._keep_to_budget()
         # u and v are then steps of the optimizer, not gradients.
         taken_over = self._accumulated(taken_over)
         self._corrects = taken_over is not None
@@ -115,7 +118,7 @@ class Compressed(Exchange):
             self.step = own_variable(tf.zeros([], tf.int64), "dgc_step")
             self._rate = own_variable(tf.zeros([]), "dgc_rate")  # of the last step
         self._coverage = Coverage(self.layout, self._device)
-        self._stages = warmup.stages(config)
+        self._stages = warmup.stages(self.config)
         self._tell_dense_stages()
         self._tell_dense_types()
         if self._large:
@@ -462,6 +465,27 @@ class Compressed(Exchange):
             with tf.control_dependencies([_refuse(votes, self.step, names)]):
                 ok = tf.identity(ok)
         return ok
+
+    def _keep_to_budget(self) -> None:
+        """Find a sparsity, where there is a budget instead of one; say so."""
+        if not self.config.has_budget:
+            return
+        size = self.transport.size
+        weights = [v.shape.num_elements() * v.dtype.size for v in self.variables]
+        rest = sum(weights[i] for i in self._small) + _TOLD_BYTES * size
+
+        def cost(sparsity: float) -> int:
+            form = message_format(self.layout, sparsity, self.config, size)
+            return form.bytes + (0 if form.slots else 4 * self.layout.size)
+
+        args = self.layout, rest, sum(weights), cost
+        self.config = budget.settled(self.config, *args)
+        text = (
+            "%s keeps to its budget by sparsity=%.6f, value_dtype=%s, warmup_steps=%d"
+        )
+        if self.transport.rank == 0:
+            found = self.config.sparsity, self.config.value_dtype
+            _logger.info(text, self.name, *found, self.config.warmup_steps)
 
     def _tell_dense_stages(self) -> None:
         size = self.transport.size

@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import keras
 
-from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.config import PAPER, AveragingConfig, DGCConfig
 from tf_dgc.exchanges.compressed import message_format
 from tf_dgc.lab import rates
 from tf_dgc.lab.measure import HEADER_BYTES, Measured, ModelError, Tensors, measure
@@ -229,7 +229,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--latency", type=float, default=0.0, help="of a message, in seconds (0)")
     add("--batch-size", type=int, default=32, help="rows of a worker's batch (32)")
     add("--steps", type=int, default=10, help="timed with each strategy (10)")
-    add("--sparsity", type=float, default=DGCConfig.sparsity, help="of DGC (0.999)")
+    add("--sparsity", type=float, default=PAPER["sparsity"], help="of DGC (0.999)")
     add("--period", type=int, default=AveragingConfig.period, help="of averaging (16)")
     return parser
 

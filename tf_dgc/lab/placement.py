@@ -184,6 +184,7 @@ STEPS: Mapping[str, Step] = {
         _dgc(momentum_masking=False), functools.partial(_sgd, nesterov=True)
     ),
     "dgc_adam": Step(_dgc(nonfinite="skip"), _adam),
+    "dgc_gradients": Step(_dgc(momentum_correction=False), _adam),
     "dgc_embedding": Step(_dgc(), _sgd, True),
     # The last is exchanged densely, and longer positions go with fewer elements.
     "dgc_warmup": Step(

@@ -1,0 +1,121 @@
+"""Budgets in bytes: what is sent keeps to them, and uses them."""
+
+from typing import Any
+
+import hypothesis
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+from hypothesis import strategies as st
+
+import tf_dgc
+from tf_dgc.compression import arena, budget, warmup
+from tf_dgc.exchanges.compressed import message_format
+
+REST = 1000
+steady = hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
+
+
+class Tensors:
+    """Tensors of an arena, and what messages of them cost on some workers."""
+
+    def __init__(self, sizes: list[int], workers: int, **settings: Any) -> None:
+        self.config = tf_dgc.DGCConfig(**settings)
+        shapes = [(f"v{i}", (size, 10)) for i, size in enumerate(sizes)]
+        self.layout, self.workers = arena.build(shapes), workers
+        self.dense = REST + 4 * self.layout.elements
+
+    def cost(self, sparsity: float) -> int:
+        form = message_format(self.layout, sparsity, self.config, self.workers)
+        return form.bytes + (0 if form.slots else 4 * self.layout.size)
+
+    @property
+    def settled(self) -> tf_dgc.DGCConfig:
+        args = self.config, self.layout, REST, self.dense, self.cost
+        return budget.settled(*args)
+
+    def mean_bytes(self, steps: int) -> float:
+        stages = warmup.stages(self.settled)
+        ends = [*(stage.first_step for stage in stages[1:]), steps]
+        lengths = [end - s.first_step for end, s in zip(ends, stages, strict=True)]
+        costs = [self.cost(stage.sparsity) for stage in stages]
+        return REST + np.dot(lengths, costs) / steps
+
+
+tensors = {
+    "sizes": st.lists(st.integers(50, 9999), min_size=1, max_size=5),
+    "workers": st.integers(1, 300),
+    "ratio": st.floats(4, 30),
+    "value_dtype": st.sampled_from(["sign", "log4", "float32"]),
+}
+
+
+class BudgetTest(parameterized.TestCase, tf.test.TestCase):
+    @steady
+    @hypothesis.given(**tensors)
+    def test_each_step_keeps_to_it_and_a_denser_one_would_not(
+        self, sizes: list[int], workers: int, **settings: Any
+    ) -> None:
+        found = Tensors(sizes, workers, **settings)
+        whole = found.dense / settings["ratio"]
+        try:
+            sparsity = found.settled.sparsity
+        except ValueError:
+            self.assertGreater(REST + found.cost(1 - 1e-9), whole)
+            return
+        self.assertLessEqual(REST + found.cost(sparsity), whole)
+        denser = max(0.0, sparsity - 11 / found.layout.elements)
+        if sparsity:
+            self.assertGreater(REST + found.cost(denser), whole)
+
+    @steady
+    @hypothesis.given(steps=st.integers(50, 10**6), **tensors)
+    def test_of_known_length_the_mean_keeps_to_it(
+        self, sizes: list[int], workers: int, steps: int, **settings: Any
+    ) -> None:
+        found = Tensors(sizes, workers, total_steps=steps, **settings)
+        whole = found.dense / settings["ratio"]
+        hypothesis.assume(REST + found.cost(1 - 1e-9) < whole)
+        self.assertLessEqual(found.mean_bytes(steps), whole)
+        self.assertLessEqual(found.settled.warmup_steps, steps / 2)
+
+    def test_a_long_training_uses_nearly_all_of_it_in_both_halves(self) -> None:
+        found = Tensors([90_000, 9_000], 4, ratio=100, total_steps=10**6)
+        share = found.mean_bytes(10**6) / (found.dense / 100)
+        self.assertBetween(share, 0.99, 1.0)
+        late = found.cost(found.settled.sparsity)
+        self.assertAllClose(late / (found.dense / 100 - REST), 0.5, 0.01)
+
+    def test_where_all_fits_all_is_sent_densely(self) -> None:
+        for settings in ({"ratio": 1.0}, {"bytes_per_step": 10**9}):
+            self.assertEqual(Tensors([500], 3, **settings).settled.sparsity, 0.0)
+
+    def test_what_cannot_be_kept_to_is_refused_with_the_bound(self) -> None:
+        rule = r"`bytes_per_step` must be (\d+) or more here: of 21000 bytes .*=9$"
+        with self.assertRaisesRegex(ValueError, rule) as caught:
+            _ = Tensors([500], 3, bytes_per_step=9).settled
+        least = int(str(caught.exception).split()[3])
+        self.assertEqual(REST + Tensors([500], 3).cost(1 - 1e-9), least)
+        with self.assertRaisesRegex(ValueError, r"`ratio` must be 20.* or less here"):
+            _ = Tensors([500], 3, ratio=25).settled
+        _ = Tensors([500], 3, bytes_per_step=least).settled
+
+    @parameterized.parameters(
+        ({"bytes_per_step": 9000}, 9000), ({"ratio": 20}, (4 * 97 * 512 + 4) / 20)
+    )
+    def test_a_training_sends_as_much_as_it_says(
+        self, settings: dict[str, Any], most: float
+    ) -> None:
+        strategy = tf_dgc.simulate.SimulatedStrategy(3, tf_dgc.DGCConfig(**settings))
+        with strategy.scope():
+            wide = keras.layers.Dense(512, "relu", use_bias=False)
+            model = keras.Sequential([keras.Input((96,)), wide, keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+        x = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
+        model.fit(x, x[:, :1], batch_size=12, verbose=0)
+        self.assertBetween(int(strategy.stats().sent_bytes), 0.98 * most, most)
+
+
+if __name__ == "__main__":
+    tf.test.main()
