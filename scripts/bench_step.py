@@ -89,7 +89,7 @@ class Training:
                 return super().all_gather(tensor, name)
 
         # The norm of the gradients is about 5000: all are clipped.
-        self.config = DGCConfig(clip_norm=100.0, min_elements=0, **settings)
+        self.config = DGCConfig.paper(clip_norm=100.0, min_elements=0, **settings)
         self.momentum = dgc.Momentum(MOMENTUM, False, 0.1)
         self.transport = Recorder()
         self.ledger = Ledger(self.transport, EachStep(self.config))

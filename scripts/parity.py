@@ -41,7 +41,7 @@ import zlib
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples"), str(HERE)]
 
 TEXT = "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"
 ROWS: dict[str, dict[str, Any]] = {
@@ -57,6 +57,9 @@ ROWS: dict[str, dict[str, Any]] = {
     # As many bytes as of float32 at 0.999.
     "sign": {"value_dtype": "sign", "sparsity": 0.996},
     "log4": {"value_dtype": "log4", "sparsity": 0.997},
+    "powersgd_1": {"peer": "powersgd", "rank": 1},
+    "powersgd_2": {"peer": "powersgd", "rank": 2},
+    "signsgd": {"peer": "signsgd"},
     "period_4": {"period": 4},
     "period_16": {"period": 16},
     "period_64": {"period": 64},
@@ -122,6 +125,13 @@ BUDGET: dict[str, Any] = {
     "ratio": None,
     "known_length": False,
 }
+# Of what others do, see peers.py; momentum is after the sum.
+PEERS: dict[str, Any] = {
+    "peer": None,
+    "rank": 1,
+    "momentum_correction": False,
+    "warmup_epochs": 0,
+}
 OPTIMIZERS = {
     "sgd": "SGD",
     "adagrad": "Adagrad",
@@ -162,6 +172,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
         )
     settings = DEFAULTS | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
     settings |= BUDGET if has(row, "ratio") else {}
+    settings |= PEERS if has(row, "peer") else {}
     settings |= AVERAGING if has(row, "period") else {}
     settings |= SERVED if has(row, "servers") else {}
     settings |= ROWS.get(name, {})
@@ -174,7 +185,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
 
 
 def has(row: str, setting: str) -> bool:
-    """Tells whether a row is one with a `period`, `servers`, or a `ratio`."""
+    """Tells whether a row has a `period`, `servers`, a `ratio`, or a `peer`."""
     name, _, own = row.partition(":")
     return setting in ROWS.get(name, {}) or re.search(rf"\b{setting}=", own) is not None
 
@@ -370,6 +381,7 @@ def schedule_of(settings: dict[str, Any], steps: int) -> Any:
 def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     """Returns what one run gave."""
     import keras
+    import peers
     import tensorflow as tf
 
     from tf_dgc import simulate
@@ -387,7 +399,11 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     if strategy is None:
         warmup = round(settings["warmup_epochs"] * steps)
         config = compression_of(settings, warmup, args.epochs * steps)
-        strategy = simulate.SimulatedStrategy(args.workers, config)
+        if has(row, "peer"):
+            with peers.exchanged(settings["peer"], settings["rank"]):
+                strategy = simulate.SimulatedStrategy(args.workers)
+        else:
+            strategy = simulate.SimulatedStrategy(args.workers, config)
     with strategy.scope():
         model = build()
         updates = args.epochs * steps * (args.workers if served else 1)
@@ -505,6 +521,8 @@ def report(folder: pathlib.Path) -> None:
         received = [r["received_bytes"] for r in results if "received_bytes" in r]
         staleness = [r["staleness"] for r in results if "staleness" in r]
         usual = DEFAULTS | AVERAGING | SERVED | TASKS[task]
+        if "peer" in results[0]["settings"]:
+            usual |= PEERS
         if "ratio" in results[0]["settings"]:
             usual |= BUDGET
         changed = [
