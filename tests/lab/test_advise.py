@@ -142,7 +142,7 @@ class FormulaTest(tf.test.TestCase):
         self.assertEqual(found, expected)
         self.assertEqual(split_of(small(), 4), Split())
 
-        config = DGCConfig(min_elements=1)
+        config = DGCConfig.paper(min_elements=1)
         tensors = measure.tensors_of(model.trainable_variables, config)
         args = MEASURED, tensors._replace(split=found), config, 16, 4, Network(1e9)
         split = advise.predict(*args)["split"]
@@ -156,8 +156,8 @@ class FormulaTest(tf.test.TestCase):
     def test_a_table_has_split_layers_where_there_are_any(self) -> None:
         found = {name: Prediction(2.0, 10) for name in (*advise.STRATEGIES, "split")}
         found["split"] = Prediction(1.0, 5)
-        tensors = measure.tensors_of(variables(), DGCConfig())
-        note = advise.choose(found, tensors, DGCConfig(), 4)
+        tensors = measure.tensors_of(variables(), DGCConfig.paper())
+        note = advise.choose(found, tensors, DGCConfig.paper(), 4)
         self.assertEqual(note[0], "split")
         head, line = advise.table({4: found}, {4: note}).splitlines()
         self.assertRegex(head, r"averaging s +bytes +split s +bytes +fastest")
@@ -195,9 +195,11 @@ class FormulaTest(tf.test.TestCase):
         self.assertEqual(choice(3, 2, 1, workers=1), ("dense", alone))
 
     def test_nothing_to_compress(self) -> None:
-        tensors = measure.tensors_of(variables(), DGCConfig(min_elements=10**6))
-        found = advise.predict(MEASURED, tensors, DGCConfig(), 16, 2, Network(1e9))
-        _, reason = advise.choose(found, tensors, DGCConfig(), 2)
+        tensors = measure.tensors_of(variables(), DGCConfig.paper(min_elements=10**6))
+        found = advise.predict(
+            MEASURED, tensors, DGCConfig.paper(), 16, 2, Network(1e9)
+        )
+        _, reason = advise.choose(found, tensors, DGCConfig.paper(), 2)
         self.assertEqual(reason, "DGC: no tensor is large enough to compress")
 
 
@@ -234,7 +236,7 @@ class TrafficTest(tf.test.TestCase):
             (compiled, 4 * (8 * 3 + 3 + 9 * 4 + 8 + 1), 0),
         ):
             with self.subTest(make.__name__):
-                measured, tensors = measure.measure(make, DGCConfig(), 4, 2)
+                measured, tensors = measure.measure(make, DGCConfig.paper(), 4, 2)
                 self.assertEqual(tensors.gradient_bytes, gradients)
                 self.assertEqual(tensors.statistic_bytes, moving)
                 for each in (measured.dense, measured.compressed):
@@ -255,8 +257,10 @@ class TrafficTest(tf.test.TestCase):
         x, y = tf.zeros([4, 100]), tf.zeros([4, 50])
         model.fit(x, y, batch_size=1, shuffle=False, verbose=0, callbacks=[counter])
         moving = model.non_trainable_variables
-        found = measure.tensors_of(model.trainable_variables, DGCConfig(), moving[:2])
-        exchange = advise.exchanges(found, DGCConfig(), 2, 1)["averaging"]
+        found = measure.tensors_of(
+            model.trainable_variables, DGCConfig.paper(), moving[:2]
+        )
+        exchange = advise.exchanges(found, DGCConfig.paper(), 2, 1)["averaging"]
         self.assertEqual(sent[:2], [0, 2 * (exchange.reduced + exchange.gathered)])
 
 
@@ -324,7 +328,7 @@ class CommandTest(tf.test.TestCase):
             self._run("--model", "importing:f")
 
     def test_table(self) -> None:
-        tensors = measure.tensors_of(variables(), DGCConfig())
+        tensors = measure.tensors_of(variables(), DGCConfig.paper())
         with mock.patch.object(advise, "measure", return_value=(MEASURED, tensors)):
             status, out, _ = self._run(
                 *("--model", "test_advise:small", "--bandwidth", "100kbit"),

@@ -77,7 +77,7 @@ def stored(layout: Layout, state: State, masking: bool = True) -> Compressed:
     """Put a state into the variables of an exchange."""
     forms = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in layout.segments]
     place = Place(LocalTransport(), 0, forms, lambda: None, Clock(), 0)
-    config = DGCConfig(min_elements=0, momentum_masking=masking)
+    config = DGCConfig.paper(min_elements=0, momentum_masking=masking)
     momentum = None if state.velocity is None else MOMENTA["heavy-ball"]
     found = Compressed(place, momentum, config)
     for variable, value in zip((found.velocity, found.residual), state, strict=True):
@@ -269,7 +269,7 @@ class KeepTest(tf.test.TestCase):
     ) -> None:
         layout = layout_of(*table)
         state = random_state(layout, seed)
-        config = DGCConfig(value_dtype=value_dtype)
+        config = DGCConfig.paper(value_dtype=value_dtype)
         selection = select(state, layout, sparsity, config, STEP)
         before, sent = state.residual.numpy(), np.zeros(layout.size, np.float32)
         sent[selection.positions.numpy()] = numbers(layout, selection, value_dtype)
@@ -297,7 +297,7 @@ class KeepTest(tf.test.TestCase):
     ) -> None:
         layout = layout_of(*table)
         state = random_state(layout, seed)
-        selection = select(state, layout, sparsity, DGCConfig(), STEP)
+        selection = select(state, layout, sparsity, DGCConfig.paper(), STEP)
         expected = state.velocity.numpy()
         self.assertAllEqual(keep(layout, state, selection, False).velocity, expected)
         expected[selection.positions.numpy()] = 0
@@ -323,7 +323,7 @@ class KeepTest(tf.test.TestCase):
     def test_works_without_a_velocity(self) -> None:
         layout = layout_of((3, 4))
         state = State(None, random_state(layout, 1).residual)
-        selection = select(state, layout, 0.5, DGCConfig(), STEP)
+        selection = select(state, layout, 0.5, DGCConfig.paper(), STEP)
         self.assertIsNone(keep(layout, state, selection, True).velocity)
         self.assertIsNone(keep_nothing(layout, state).velocity)
 
@@ -333,7 +333,7 @@ class SelectTest(tf.test.TestCase):
         layout = layout_of((1, 4))
         residual = tf.pad(tf.constant([1e6, -7e4, 65519.0, 3.4e38]), [[0, 124]])
         for value_dtype in ("float16", "bfloat16"):
-            config = DGCConfig(value_dtype=value_dtype)
+            config = DGCConfig.paper(value_dtype=value_dtype)
             found = select(State(None, residual), layout, 0.0, config, STEP)
             self.assertLen(found.values, 4)
             self.assertAllEqual(
@@ -366,7 +366,7 @@ class SelectTest(tf.test.TestCase):
             state = State(None, tf.random.stateless_normal([layout.size], [1, 2]))
             for step in (0, 1, 25):
                 found = select(
-                    state, layout, 0.0, DGCConfig(), tf.constant(step, tf.int64)
+                    state, layout, 0.0, DGCConfig.paper(), tf.constant(step, tf.int64)
                 )
                 self.assertLen(found.positions, layout.size, (shape, step))
 
@@ -388,7 +388,7 @@ class SparsityZeroTest(parameterized.TestCase, tf.test.TestCase):
             arena = layout_lib.flatten(layout, [gradient])
             state = dgc.accumulate(state, arena, momentum)
             selection = select(
-                state, layout, 0.0, DGCConfig(), tf.constant(step, tf.int64)
+                state, layout, 0.0, DGCConfig.paper(), tf.constant(step, tf.int64)
             )
             state = keep(layout, state, selection, masking)
             sent = tf.scatter_nd(
@@ -456,7 +456,7 @@ class FallTest(parameterized.TestCase, tf.test.TestCase):
 
     def residuals(self, rates: list[float], settings: dict[str, Any]) -> np.ndarray:
         """Return v after each step, with a constant gradient and no momentum."""
-        config = DGCConfig(min_elements=0, momentum_masking=False, **settings)
+        config = DGCConfig.paper(min_elements=0, momentum_masking=False, **settings)
         ledger, found = compressing(LocalTransport(), config), []
         variables = [tf.Variable(tf.zeros([16, 16]))]
         for rate in rates:
@@ -506,7 +506,7 @@ class FairnessTest(tf.test.TestCase):
         for step in range(30):
             state = dgc.accumulate(state, gradient, None)
             selection = select(
-                state, layout, 0.99, DGCConfig(), tf.constant(step, tf.int64)
+                state, layout, 0.99, DGCConfig.paper(), tf.constant(step, tf.int64)
             )
             state = keep(layout, state, selection, False)
             sent[selection.positions.numpy()] += 1

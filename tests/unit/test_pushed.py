@@ -15,7 +15,7 @@ EXACT = {"sample_fraction": 1.0, "min_elements": 100}
 
 def pushed_of(momentum: dgc.Momentum | None, **settings: Any) -> Pushed:
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
-    config = DGCConfig(**{**EXACT, **settings})
+    config = DGCConfig.paper(**{**EXACT, **settings})
     return Pushed(variables, momentum, config, "CPU:0", always=False)
 
 
@@ -132,7 +132,7 @@ class PushedTest(tf.test.TestCase):
     def test_the_optimizer_is_called_where_all_is_compressed(self) -> None:
         variables = [tf.Variable(tf.zeros([20, 10]))]
         momentum = dgc.Momentum(0.0, False, 1.0)
-        pushed = Pushed(variables, momentum, DGCConfig(**EXACT), "CPU:0", False)
+        pushed = Pushed(variables, momentum, DGCConfig.paper(**EXACT), "CPU:0", False)
         for due in (None, tf.constant(True), tf.constant(False)):
             (step,), _ = pushed.select([tf.ones([20, 10])], momentum, due)
             self.assertAllEqual(tf.convert_to_tensor(step), tf.zeros([20, 10]))
