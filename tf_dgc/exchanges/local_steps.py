@@ -13,6 +13,7 @@ from tf_dgc.compression.arena import Layout
 from tf_dgc.compression.dgc import LocalStep
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.base import Transport
+from tf_dgc.values import widened
 
 
 class LocalSteps:
@@ -108,8 +109,8 @@ class LocalSteps:
         step.take(self._together(gradient, small))
         after = _values(self._large)
         _assign(self._large, before)
-        start, end = (arena.flatten(self._layout, part) for part in (before, after))
-        return start - end
+        pairs = zip(before, after, strict=True)
+        return arena.flatten(self._layout, [widened(w) - widened(v) for w, v in pairs])
 
     def _together(self, gradient: tf.Tensor, small: list[Any]) -> list[Any]:
         """Return the gradients of all variables, in their order."""
