@@ -52,10 +52,15 @@ def flushed(
     return found
 
 
-def built(optimizer: keras.optimizers.Optimizer, shapes: Sequence[Any]) -> list[Any]:
+def built(
+    optimizer: keras.optimizers.Optimizer,
+    shapes: Sequence[Any],
+    dtype: str = "float32",
+) -> list[Any]:
     """Return variables of Keras, all zero, for which an optimizer is built."""
     variables = [
-        keras.Variable(tf.zeros(shape), name=f"v{i}") for i, shape in enumerate(shapes)
+        keras.Variable(tf.zeros(shape), dtype=dtype, name=f"v{i}")
+        for i, shape in enumerate(shapes)
     ]
     optimizer.build(variables)
     return variables

@@ -113,7 +113,7 @@ class DGCConfig(_Settings):
     bytes_per_step: int | None = None
     ratio: float | None = None
     total_steps: int | None = None
-    is_chosen: ClassVar[bool]  # whether neither sparsity nor type of values was given
+    not_given: ClassVar[frozenset[str]]  # what of PAPER was chosen here
 
     @classmethod
     def paper(cls, warmup_steps: int = 0, **others: Any) -> Self:
@@ -122,6 +122,9 @@ class DGCConfig(_Settings):
         Args:
             warmup_steps: see above.
             others: what is to be different.
+
+        References:
+            Lin, Han, Mao, Wang, Dally, as above, sections 3 and 4.
         """
         return cls(**(PAPER | {"warmup_steps": warmup_steps} | others))
 
@@ -163,7 +166,8 @@ class DGCConfig(_Settings):
     def _choose(self) -> None:
         """Settle what was not given, and what is instead of a sparsity."""
         chosen = self.sparsity is None
-        self._set("is_chosen", chosen and self.value_dtype is None)
+        missing = [name for name in PAPER if getattr(self, name) is None]
+        self._set("not_given", frozenset(missing))
         if self.value_dtype is None:
             self._set("value_dtype", "sign" if chosen else PAPER["value_dtype"])
         if self.momentum_masking is None:
@@ -396,8 +400,9 @@ class DownpourConfig(_Settings):
         if compression and compression.has_budget:
             rule = "without a budget: `bytes_per_step` and `ratio` None"
             raise ValueError(_message("compression", rule, self))
-        if compression and compression.is_chosen:
-            compression = dataclasses.replace(compression, **PAPER)
+        if compression and {"sparsity", "value_dtype"} <= compression.not_given:
+            usual = {name: PAPER[name] for name in compression.not_given}
+            compression = dataclasses.replace(compression, **usual)
             self._set("compression", compression)
         if compression and compression.nonfinite != "raise":
             rule = "of nonfinite='raise', as no other worker waits for a step"

@@ -301,6 +301,11 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, r"must have shape \(4, 4\)"):
             compressor.compress(tf.ones([5, 4]))
 
+    def test_a_compressor_has_no_budget_of_a_step(self) -> None:
+        config = tf_dgc.DGCConfig(bytes_per_step=10**6)
+        with self.assertRaisesRegex(ValueError, "Received: bytes_per_step=1000000"):
+            hvd.DGCCompressor(config, over=LocalTransport())
+
     def test_a_compressor_leaves_small_tensors_to_horovod(self) -> None:
         compressor = hvd.DGCCompressor(tf_dgc.DGCConfig(), over=LocalTransport())
         tensor = tf.ones([4])

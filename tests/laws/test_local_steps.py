@@ -46,10 +46,14 @@ class Worker:
     """A worker that trains some variables; where `simulated`, all of some."""
 
     def __init__(
-        self, transport: Transport, make: Callable[[], Any], config: DGCConfig
+        self,
+        transport: Transport,
+        make: Callable[[], Any],
+        config: DGCConfig,
+        dtype: str = "float32",
     ) -> None:
         self.transport, self.optimizer = transport, make()
-        self.variables = built(self.optimizer, SHAPES)
+        self.variables = built(self.optimizer, SHAPES, dtype)
         self.simulated = isinstance(transport, simulate.Stacked)
         if self.simulated:
             self.ledger = Ledger(transport, simulate.each_simulated_step(config))
@@ -67,7 +71,7 @@ class Worker:
         for step in steps:
             own = local_step_of(self.optimizer, self.variables, RATE)
             plain = [v.value for v in self.variables]
-            local = [tf.constant(g) for g in self.gradients(step)]
+            local = [tf.cast(g, plain[0].dtype) for g in self.gradients(step)]
             update = self.ledger.gradients(self.optimizer, local, plain, own)
             assert update.gradients == [None] * len(plain)
             self.optimizer.iterations.assign_add(1)
@@ -186,6 +190,20 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         for one, two in zip([*values, *slots], [*real[0][0], *real[0][1]], strict=True):
             self.assertAllEqual(one, two)
         self.assertAllEqual(residual, np.stack([each[2] for each in real]))
+
+    @parameterized.parameters("float16", "bfloat16")
+    def test_weights_of_16_bits_keep_their_type_and_the_same_bits(
+        self, dtype: str
+    ) -> None:
+        def work(found: Transport) -> list[Any]:
+            worker = Worker(found, OPTIMIZERS["Lion"], config_of(), dtype)
+            worker.train(*range(4))
+            return [(v.value.dtype.name, v.numpy().tobytes()) for v in worker.variables]
+
+        one, two = run_workers(2, work)
+        self.assertEqual(one, two)
+        self.assertEqual({name for name, _ in one}, {dtype})
+        self.assertTrue(all(any(octets) for _, octets in one))
 
     def test_a_restored_worker_has_its_own_slots_again(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

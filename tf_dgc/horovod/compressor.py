@@ -35,12 +35,22 @@ class DGCCompressor:
         """Wait for tensors.
 
         Args:
-            config: of Deep Gradient Compression.
+            config: of Deep Gradient Compression; `ratio` is of each tensor.
             over: a transport other than Horovod's.
+
+        Raises:
+            TypeError: `config` is not a DGCConfig.
+            ValueError: it has `bytes_per_step`, which no tensor could share out.
         """
         if not isinstance(config, DGCConfig):
             raise TypeError(
                 f"`config` must be a DGCConfig. Received: config={config!r}"
+            )
+        if config.bytes_per_step is not None:
+            raise ValueError(
+                "`config` must have a `sparsity` or a `ratio`, as each tensor is "
+                "compressed by itself. Received: "
+                f"bytes_per_step={config.bytes_per_step}"
             )
         self.config = config
         with tf.init_scope():
