@@ -83,8 +83,11 @@ class _Worker:
     def __init__(self, name: str) -> None:
         # First of all: TensorFlow's collectives come before any operation.
         import keras  # noqa: F401
+        import launch
 
         from tf_dgc import transports
+
+        sys.path.remove(str(launch.LEAN))  # some functions want the real ones
 
         gc.freeze()  # modules stay; to look through them takes longer than most cases
         self._transport = transports.resolve(name)
