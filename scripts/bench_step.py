@@ -109,7 +109,7 @@ class Training:
 
     def _apply(self, messages: Any) -> None:
         from tf_dgc.exchanges import applied
-        from tf_dgc.exchanges.compressed import message_format
+        from tf_dgc.exchanges.formats import message_format
         from tf_dgc.transports import sums
 
         (exchange,) = self.ledger.exchanges()

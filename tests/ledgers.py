@@ -7,9 +7,10 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import optimizers
-from tf_dgc.compression.dgc import LocalStep, Momentum, TakenOver
+from tf_dgc.compression.dgc import Momentum
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep, Ledger, Update
+from tf_dgc.exchanges.base import LocalStep, TakenOver
 from tf_dgc.transports.base import Transport
 
 

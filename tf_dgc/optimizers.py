@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.compression import arena, dgc
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
+from tf_dgc.exchanges.base import LocalStep
 from tf_dgc.transports import Transport
 from tf_dgc.values import first_nonfinite, without_repetition
 
@@ -36,7 +37,7 @@ def taken_over_of(
     variables: Sequence[Any],
     learning_rate: Any,
     update: Callable[[list[Any], Any], None],
-) -> dgc.Momentum | dgc.LocalStep:
+) -> dgc.Momentum | LocalStep:
     """Return what an exchange may take over of an optimizer's step.
 
     Args:
@@ -55,7 +56,7 @@ def taken_over_of(
 
     slots = [v for v in _host.keras.slots_of(optimizer) if v.shape.rank]
     accumulates = functools.partial(steps_by_gradients, optimizer)
-    return dgc.LocalStep(learning_rate, take, slots, accumulates)
+    return LocalStep(learning_rate, take, slots, accumulates)
 
 
 @contextlib.contextmanager

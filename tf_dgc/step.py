@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, optimizers, values
-from tf_dgc.compression import dgc
 from tf_dgc.exchanges import Part, Update
+from tf_dgc.exchanges.base import TakenOver
 from tf_dgc.transports.base import Transport
 
 
@@ -50,7 +50,7 @@ class Synchronous(Protocol):
         owner: object,
         local: Sequence[Any],
         variables: Sequence[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Exchange gradients, before the owner's step; see `Ledger.gradients`."""

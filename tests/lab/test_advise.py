@@ -19,7 +19,7 @@ from loopback import OWNER, Loopback, run_workers
 from tf_dgc.compression import dgc
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger
-from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.exchanges.formats import message_format
 from tf_dgc.lab import advise, measure, rates
 from tf_dgc.lab.advise import Network, Prediction, Traffic
 from tf_dgc.lab.measure import Measured

@@ -32,7 +32,7 @@ from tf_dgc.config import VALUE_DTYPES, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger, averaged
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
-from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.exchanges.formats import message_format
 from tf_dgc.transports import handshake, rendezvous
 from tf_dgc.transports.sums import receive
 

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 from tf_dgc.compression import arena as layout_lib
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.exchanges.formats import message_format
 
 Shapes = Sequence[tuple[int, ...]]
 

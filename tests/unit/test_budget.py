@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tf_dgc
 from tf_dgc.compression import arena, budget, warmup
-from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.exchanges.formats import message_format
 
 REST = 1000
 steady = hypothesis.settings(deadline=None, derandomize=True, max_examples=60)

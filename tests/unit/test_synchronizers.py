@@ -16,7 +16,7 @@ from tf_dgc.compression import message as packing
 from tf_dgc.compression.dgc import Momentum
 from tf_dgc.config import VALUE_DTYPES, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger
-from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.exchanges.formats import message_format
 from tf_dgc.transports.base import Transport
 from tf_dgc.transports.local import LocalTransport
 

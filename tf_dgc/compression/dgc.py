@@ -29,7 +29,7 @@ References:
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -46,23 +46,6 @@ class Momentum(NamedTuple):
     factor: float  # m, in [0, 1]
     nesterov: bool
     learning_rate: tf.Tensor | float = 1.0  # lr, shape []
-
-
-class LocalStep(NamedTuple):
-    """What is taken over from another optimizer: its step, along local gradients."""
-
-    learning_rate: tf.Tensor | float  # lr, shape []
-    take: Callable[[list[Any]], None]  # changes the variables by their gradients
-    slots: Sequence[Any]  # what the optimizer keeps of them
-    accumulates: Callable[[], bool]  # whether w - w' is of gradients alone
-
-
-TakenOver = Momentum | LocalStep
-
-
-def momentum_in(taken_over: TakenOver | None) -> Momentum | None:
-    """Return what is taken over, where that is the step of SGD."""
-    return taken_over if isinstance(taken_over, Momentum) else None
 
 
 class State(NamedTuple):

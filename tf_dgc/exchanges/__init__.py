@@ -5,10 +5,9 @@ One object is one optimizer's variables, and holds its own state.
 
 from collections.abc import Callable
 
-from tf_dgc.compression import dgc
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.averaged import Averaged, Averaging, Companions
-from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.compressed import Compressed, Workers, one
 from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.ledger import Ledger, Make
@@ -47,7 +46,7 @@ class EachStep:
         """
         self._config, self._workers = config, workers
 
-    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> Exchange:
+    def __call__(self, place: Place, taken_over: TakenOver | None) -> Exchange:
         """Make an exchange; momentum is corrected where it is compressed."""
         if self._config is None:
             return Dense(place)

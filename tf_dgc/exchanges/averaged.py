@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host, averaging, values
-from tf_dgc.compression import dgc
 from tf_dgc.config import ADAPTIVE, AveragingConfig
 from tf_dgc.exchanges import applied
-from tf_dgc.exchanges.base import Apply, Exchange, Place, Update
+from tf_dgc.exchanges.base import Apply, Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.figures import RoundStats, TensorStats
@@ -125,7 +124,7 @@ class Averaged(Exchange):
     def gradients(
         self,
         local: list[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Return the gradients of a local step, or their sum in synchronous steps."""
@@ -459,7 +458,7 @@ class Averaging:
         """
         self._expected[owner] = companions, outer
 
-    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> Averaged:
+    def __call__(self, place: Place, taken_over: TakenOver | None) -> Averaged:
         """Make an exchange; momentum stays the optimizer's own."""
         compression = self._config.compression
         companions, outer = self._expected[place.owner()]

@@ -39,6 +39,23 @@ class Place(NamedTuple):
         return values.forms(self.variables)
 
 
+class LocalStep(NamedTuple):
+    """What is taken over from another optimizer: its step, along local gradients."""
+
+    learning_rate: tf.Tensor | float  # lr, shape []
+    take: Callable[[list[Any]], None]  # changes the variables by their gradients
+    slots: Sequence[Any]  # what the optimizer keeps of them
+    accumulates: Callable[[], bool]  # whether w - w' is of gradients alone
+
+
+TakenOver = dgc.Momentum | LocalStep
+
+
+def momentum_in(taken_over: TakenOver | None) -> dgc.Momentum | None:
+    """Return what is taken over, where that is the step of SGD."""
+    return taken_over if isinstance(taken_over, dgc.Momentum) else None
+
+
 class Update(NamedTuple):
     """What an exchange makes of a worker's gradients: the same on every worker."""
 
@@ -89,7 +106,7 @@ class Exchange(abc.ABC):
     def gradients(
         self,
         local: list[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Exchange this worker's gradients, before the optimizer's step.

@@ -5,7 +5,6 @@ Axes: P arena elements, N workers, W of them in this process: one, but in a simu
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -13,11 +12,18 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import values
-from tf_dgc.compression import arena, budget, dgc, message, selection, warmup
-from tf_dgc.compression.arena import Layout
+from tf_dgc.compression import arena, dgc, message, selection, warmup
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import applied, inplace
-from tf_dgc.exchanges.base import Apply, Exchange, Place, Update
+from tf_dgc.exchanges import applied, formats, inplace
+from tf_dgc.exchanges.base import (
+    Apply,
+    Exchange,
+    LocalStep,
+    Place,
+    TakenOver,
+    Update,
+    momentum_in,
+)
 from tf_dgc.exchanges.figures import Coverage, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.local_steps import LocalSteps
@@ -26,8 +32,6 @@ from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 
 _logger = logging.getLogger("tf_dgc")
-
-_TOLD_BYTES = 12  # of each worker, beside the small tensors: see `parts.weighed_sum`
 
 
 class Workers(NamedTuple):
@@ -71,7 +75,7 @@ class Compressed(Exchange):
     def __init__(
         self,
         place: Place,
-        taken_over: dgc.TakenOver | None,
+        taken_over: TakenOver | None,
         config: DGCConfig,
         workers: Callable[[Transport], Workers] = one,
     ) -> None:
@@ -84,7 +88,7 @@ class Compressed(Exchange):
             workers: which the process is.
         """
         super().__init__(place)
-        self.config, self._workers = config, workers(self.transport)
+        self._workers = workers(self.transport)
         shapes = [v.shape.as_list() for v in self.variables]
         self._large = [
             i
@@ -95,19 +99,21 @@ class Compressed(Exchange):
         self.layout = arena.build(
             [(self.variables[i].name, shapes[i]) for i in self._large]
         )
-        self._keep_to_budget()
+        self.config = formats.within_budget(
+            config, self.layout, self.variables, self._small, self.transport, self.name
+        )
         # u and v are then steps of the optimizer, not gradients.
         taken_over = self._accumulated(taken_over)
         self._corrects = taken_over is not None
         self._steps: LocalSteps | None = None
-        if isinstance(taken_over, dgc.LocalStep):
+        if isinstance(taken_over, LocalStep):
             place_of = self.layout, self.variables, self._large
             self._steps = LocalSteps(*place_of, taken_over, self._workers)
         shape = [*self._workers.axis, self.layout.size]
         self._device = self.transport.device
         with tf.init_scope(), tf.device(self._device):
             zeros = tf.zeros(shape)
-            momentum = dgc.momentum_in(taken_over)
+            momentum = momentum_in(taken_over)
             self.velocity = (
                 own_variable(zeros, "dgc_velocity")
                 if momentum is not None and momentum.factor
@@ -119,8 +125,8 @@ class Compressed(Exchange):
             self._rate = own_variable(tf.zeros([]), "dgc_rate")  # of the last step
         self._coverage = Coverage(self.layout, self._device)
         self._stages = warmup.stages(self.config)
-        self._tell_dense_stages()
-        self._tell_dense_types()
+        formats.tell_dense_stages(self.config, self.layout, self.transport)
+        formats.tell_dense_types(self.config, self.variables, self.transport)
         if self._large:
             text = "Compiling the exchange of %s: stages %d"
             _logger.info(text, self.name, len(self._stages))
@@ -130,12 +136,12 @@ class Compressed(Exchange):
     def gradients(
         self,
         local: list[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Sum the small tensors, and what all select of the large ones."""
         taken_over = taken_over if self._corrects else None
-        self._refuse_late(dgc.momentum_in(taken_over))
+        self._refuse_late(momentum_in(taken_over))
         whole = self.transport.size if part is None else part.whole
         stage = functools.partial(self._clipped, taken_over=taken_over, whole=whole)
         gradient, small, nonfinite, scale = self._workers.each(stage, local)
@@ -170,14 +176,14 @@ class Compressed(Exchange):
                 found[i] = tf.cast(tensor, local[i].dtype)
         return Update(found, flags, ok, told.sent + sent)
 
-    def _accumulate(self, share: Share, taken_over: dgc.TakenOver | None) -> None:
+    def _accumulate(self, share: Share, taken_over: TakenOver | None) -> None:
         """Add this worker's share of a step to v."""
-        gradient, momentum = share.gradient, dgc.momentum_in(taken_over)
+        gradient, momentum = share.gradient, momentum_in(taken_over)
         scale = share.scale * share.factor
         if momentum is not None:
             rate = tf.cast(momentum.learning_rate, tf.float32)
             momentum = momentum._replace(learning_rate=rate)
-        elif self._steps is not None and isinstance(taken_over, dgc.LocalStep):
+        elif self._steps is not None and isinstance(taken_over, LocalStep):
             own = (share.whole * share.scale)[..., tf.newaxis] * gradient
             gradient = self._steps.along_own(taken_over, own, share.small)
             scale = share.factor / share.whole
@@ -185,7 +191,7 @@ class Compressed(Exchange):
         args = gradient, momentum, scale
         inplace.update(self._device, dgc.accumulate, state, *args)
 
-    def _correct_rate(self, taken_over: dgc.TakenOver | None) -> None:
+    def _correct_rate(self, taken_over: TakenOver | None) -> None:
         """Let v fall with the learning rate; this is the last one from now on."""
         if taken_over is None:
             return
@@ -203,7 +209,7 @@ class Compressed(Exchange):
             tf.cond(falls, scale, lambda: None)
 
     def _clipped(
-        self, local: list[Any], taken_over: dgc.TakenOver | None, whole: int
+        self, local: list[Any], taken_over: TakenOver | None, whole: int
     ) -> tuple[tf.Tensor, list[Any], tf.Tensor, tf.Tensor]:
         """Return the arena's gradient, the small ones, what is not finite, the scale.
 
@@ -228,7 +234,7 @@ class Compressed(Exchange):
     def _sum(
         self,
         share: Share,
-        taken_over: dgc.TakenOver | None,
+        taken_over: TakenOver | None,
         weights: Sequence[tf.Variable] | None,
     ) -> tf.Tensor:
         """Sum at the present stage; return bytes and elements sent, shape [2]."""
@@ -251,13 +257,13 @@ class Compressed(Exchange):
 
     def _form(self, stage: int) -> message.Format:
         sparsity, workers = self._stages[stage].sparsity, self.transport.size
-        return message_format(self.layout, sparsity, self.config, workers)
+        return formats.message_format(self.layout, sparsity, self.config, workers)
 
     def _at(
         self,
         stages: Sequence[int],
         share: Share,
-        taken_over: dgc.TakenOver | None,
+        taken_over: TakenOver | None,
         weights: Sequence[tf.Variable] | None,
         step: tf.Tensor,
     ) -> tf.Tensor:
@@ -300,7 +306,7 @@ class Compressed(Exchange):
             with tf.control_dependencies([total.positions]):  # the headers were alike
                 if self._steps is None:
                     self._sum_densely(weights, name)
-                elif isinstance(taken_over, dgc.LocalStep):
+                elif isinstance(taken_over, LocalStep):
                     self._step_densely(self._steps, taken_over, share, name)
             self._coverage.record_all()
             arena_sent = [4 * self.layout.size, self.layout.elements]
@@ -342,7 +348,7 @@ class Compressed(Exchange):
             self._clear()
 
     def _step_densely(
-        self, steps: LocalSteps, step: dgc.LocalStep, share: Share, name: str
+        self, steps: LocalSteps, step: LocalStep, share: Share, name: str
     ) -> None:
         """Take the optimizer's step of everybody's gradient; nothing is kept."""
         own = (share.scale * share.factor)[..., tf.newaxis] * share.gradient
@@ -436,13 +442,13 @@ class Compressed(Exchange):
             self._coverage.reset()
         return found
 
-    # What is refused, and what is said.
+    # What is refused.
 
-    def _accumulated(self, taken_over: dgc.TakenOver | None) -> dgc.TakenOver | None:
+    def _accumulated(self, taken_over: TakenOver | None) -> TakenOver | None:
         """Return what is taken over; None where gradients are accumulated."""
         if not self.config.momentum_correction:
             return None
-        if isinstance(taken_over, dgc.LocalStep):
+        if isinstance(taken_over, LocalStep):
             return taken_over if self._large and taken_over.accumulates() else None
         return taken_over
 
@@ -465,85 +471,6 @@ class Compressed(Exchange):
             with tf.control_dependencies([_refuse(votes, self.step, names)]):
                 ok = tf.identity(ok)
         return ok
-
-    def _keep_to_budget(self) -> None:
-        """Find a sparsity, where there is a budget instead of one; say so."""
-        if not self.config.has_budget:
-            return
-        size = self.transport.size
-        weights = [v.shape.num_elements() * v.dtype.size for v in self.variables]
-        rest = sum(weights[i] for i in self._small) + _TOLD_BYTES * size
-
-        def cost(sparsity: float) -> int:
-            form = message_format(self.layout, sparsity, self.config, size)
-            return form.bytes + (0 if form.slots else 4 * self.layout.size)
-
-        args = self.layout, rest, sum(weights), cost
-        self.config = budget.settled(self.config, *args)
-        text = (
-            "%s keeps to its budget by sparsity=%.6f, value_dtype=%s, warmup_steps=%d"
-        )
-        if self.transport.rank == 0:
-            found = self.config.sparsity, self.config.value_dtype
-            _logger.info(text, self.name, *found, self.config.warmup_steps)
-
-    def _tell_dense_stages(self) -> None:
-        size = self.transport.size
-        found = [
-            f"{stage.sparsity:.2%}"
-            for stage in self._stages
-            if stage.sparsity
-            and self.layout.size
-            and not message_format(self.layout, stage.sparsity, self.config, size).slots
-        ]
-        if found and self.transport.rank == 0:
-            _logger.warning(
-                "Exchanged densely, as messages would cost more on %d workers: the "
-                "stages of sparsity %s",
-                size,
-                ", ".join(found),
-            )
-
-    def _tell_dense_types(self) -> None:
-        elements: dict[str, int] = {}
-        for v in self.variables:
-            shape, least = v.shape.as_list(), self.config.min_elements
-            large = arena.is_compressed(shape, tf.float32, least)
-            if large and not arena.is_compressed(shape, v.dtype, least):
-                count = elements.get(v.dtype.name, 0) + math.prod(shape)
-                elements[v.dtype.name] = count
-        if elements and self.transport.rank == 0:
-            _logger.warning(
-                "Exchanged densely, as only %s are compressed: %s",
-                ", ".join(dtype.name for dtype in arena.COMPRESSED_DTYPES),
-                ", ".join(f"{n} elements of {name}" for name, n in elements.items()),
-            )
-
-
-def message_format(
-    layout: Layout, sparsity: float, config: DGCConfig, workers: int
-) -> message.Format:
-    """Choose the form of a message.
-
-    Where a worker would receive more than in a ring all-reduce of float32, the message
-    is a mere header and the arena is reduced densely.
-
-    Args:
-        layout: of the arena.
-        sparsity: of the stage.
-        config: `value_dtype` counts.
-        workers: N.
-
-    Returns:
-        A format of no slots where dense is cheaper.
-    """
-    slots = sum(selection.slots_per_segment(layout, sparsity))
-    begins = [segment.offset for segment in layout.segments]
-    form = message.make_format(slots, layout.size, config.value_dtype, begins)
-    dense = sums.ring_cost(layout.elements)
-    if sparsity == 0 or sums.GatherSum.cost(form, workers) >= dense:
-        return message.make_format(0, layout.size, config.value_dtype)
-    return form
 
 
 def _refuse(votes: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:

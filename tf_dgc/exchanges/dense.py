@@ -4,8 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc.compression import dgc
-from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.parts import Part, weighed_sum
 from tf_dgc.transports import sums
 
@@ -13,14 +12,14 @@ from tf_dgc.transports import sums
 class Dense(Exchange):
     """Plain synchronous data parallelism."""
 
-    def __init__(self, place: Place, taken_over: dgc.TakenOver | None = None) -> None:
+    def __init__(self, place: Place, taken_over: TakenOver | None = None) -> None:
         """Keep nothing; the optimizer's momentum stays its own."""
         super().__init__(place)
 
     def gradients(
         self,
         local: list[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Sum them."""

@@ -29,7 +29,7 @@ from tf_dgc import _host, values
 from tf_dgc._host.shared import Table
 from tf_dgc.compression import dgc
 from tf_dgc.config import DownpourConfig
-from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update, momentum_in
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.parts import Part
@@ -108,12 +108,12 @@ class Downpouring:
         """Tell what the next exchange is to know."""
         self._expected = trained
 
-    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> "Downpour":
+    def __call__(self, place: Place, taken_over: TakenOver | None) -> "Downpour":
         """Make an exchange: its variables move to the servers, or are there."""
         trained, self._expected = self._expected, None
         if trained is None:
             raise RuntimeError("What is trained must be told of first")
-        return Downpour(place, self, trained, dgc.momentum_in(taken_over))
+        return Downpour(place, self, trained, momentum_in(taken_over))
 
 
 class Totals:
@@ -322,11 +322,11 @@ class Downpour(Exchange):
     def gradients(
         self,
         local: list[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Return what is to be pushed: this worker's gradients, or their sum."""
-        momentum = dgc.momentum_in(taken_over)
+        momentum = momentum_in(taken_over)
         if self._pushed is not None:
             return self._selected(self._pushed, local, momentum)
         if self.together is not None:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.compression import dgc
 from tf_dgc.exchanges import records, replicas
-from tf_dgc.exchanges.base import Exchange, Place, Update
+from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.figures import Clock, StepStats, TensorStats
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.records import Record
@@ -32,7 +31,7 @@ class Make(Protocol):
 
     lockstep: bool
 
-    def __call__(self, place: Place, taken_over: dgc.TakenOver | None) -> Exchange:
+    def __call__(self, place: Place, taken_over: TakenOver | None) -> Exchange:
         """Return a new exchange, its state all zero."""
 
 
@@ -99,7 +98,7 @@ class Ledger:
         owner: object,
         local: Sequence[Any],
         variables: Sequence[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Exchange this worker's gradients, before the owner's step.
@@ -147,7 +146,7 @@ class Ledger:
         self,
         owner: object,
         variables: Sequence[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
     ) -> Exchange:
         """Return the exchange of an owner's variables; open it the first time."""
         own = self._exchanges.setdefault(owner, {})
@@ -158,7 +157,7 @@ class Ledger:
         return own[key]
 
     def _open(
-        self, owner: object, variables: Sequence[Any], taken_over: dgc.TakenOver | None
+        self, owner: object, variables: Sequence[Any], taken_over: TakenOver | None
     ) -> Exchange:
         place = Place(
             self.transport,

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_dgc.compression import arena
 from tf_dgc.compression.arena import Layout
-from tf_dgc.compression.dgc import LocalStep
+from tf_dgc.exchanges.base import LocalStep
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import widened

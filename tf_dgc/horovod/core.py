@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.compression import dgc
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep, Ledger, Part, Update
 from tf_dgc.exchanges import records as saving
+from tf_dgc.exchanges.base import TakenOver
 from tf_dgc.horovod.options import Terms
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
@@ -200,7 +200,7 @@ class Means:
         owner: object,
         local: Sequence[Any],
         variables: Sequence[Any],
-        taken_over: dgc.TakenOver | None = None,
+        taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
         """Return the means over the workers, or the sums where `Terms` say so.

@@ -44,7 +44,7 @@ from typing import NamedTuple
 import keras
 
 from tf_dgc.config import PAPER, AveragingConfig, DGCConfig
-from tf_dgc.exchanges.compressed import message_format
+from tf_dgc.exchanges.formats import message_format
 from tf_dgc.lab import rates
 from tf_dgc.lab.measure import HEADER_BYTES, Measured, ModelError, Tensors, measure
 
