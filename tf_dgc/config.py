@@ -400,7 +400,7 @@ class DownpourConfig(_Settings):
         if compression and compression.has_budget:
             rule = "without a budget: `bytes_per_step` and `ratio` None"
             raise ValueError(_message("compression", rule, self))
-        if compression and {"sparsity", "value_dtype"} <= compression.not_given:
+        if compression and "sparsity" in compression.not_given:
             usual = {name: PAPER[name] for name in compression.not_given}
             compression = dataclasses.replace(compression, **usual)
             self._set("compression", compression)

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, bands
 from tf_dgc.compression import arena, dgc
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges.base import LocalStep
@@ -54,7 +54,7 @@ def taken_over_of(
         own = [without_repetition(gradient) for gradient in gradients]
         update(list(zip(own, variables, strict=True)), learning_rate)
 
-    slots = [v for v in _host.keras.slots_of(optimizer) if v.shape.rank]
+    slots = [v for v in _host.keras.slots_of(optimizer) if bands.of(v) is None]
     accumulates = functools.partial(steps_by_gradients, optimizer)
     return LocalStep(learning_rate, take, slots, accumulates)
 
@@ -327,7 +327,7 @@ def _steps_of(
         The weights before and after two steps; where they are taken back, as if they
         were not. Shape [3, 8, 8].
     """
-    config = optimizer.get_config()
+    config = _host.keras.config_without_rate(optimizer)
     if config.get("gradient_accumulation_steps"):
         # Of steps that are put together `iterations` is no variable.
         config["gradient_accumulation_steps"] = None

@@ -139,8 +139,33 @@ def check_arguments() -> None:
     state.restore()
     same = map(np.array_equal, before, model.get_weights())
     print(state.epoch, all(same))
+    take_over_from_two()
     hvd.DistributedOptimizer(sgd, hierarchical=True)
     attempt(model, sgd)
+
+
+def take_over_from_two() -> None:
+    """One worker goes on with what two have kept back: here, twice the same."""
+    model = features.mlp()
+    adam = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), CONFIG)
+    variables = model.trainable_variables
+    adam.build(variables)
+    adam.apply([tf.ones(v.shape) for v in variables], variables)
+    state = elastic.State(model, adam)
+    state.save()
+    (records,) = [own for own in state._kept or [] if own]
+    before = records[0].arrays
+    twice = [
+        r._replace(arrays={k: 2 * a for k, a in r.arrays.items()}) for r in records
+    ]
+    state._kept = [twice if own else own for own in state._kept or []]
+    state._summed = 2
+    state.sync()
+    (after,) = [own[0].arrays for own in core.records() if own]
+    for name in before:
+        same = 2 if name.startswith(saving.OWED) else 1
+        assert np.array_equal(after[name], same * before[name]), name
+    print("taken over", len(before))
 
 
 def main() -> None:

@@ -225,6 +225,7 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
             "`model` must be built first",
             "Object of type object is not JSON serializable",
             "4 True",
+            "taken over",
             "Elastic training cannot be hierarchical",
         )
         lines = completed.stdout.splitlines()

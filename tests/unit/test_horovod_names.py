@@ -402,6 +402,73 @@ class KeywordsTest(parameterized.TestCase, tf.test.TestCase):
         for (local, shared), step in zip(run_workers(2, work), steps, strict=True):
             self.assertAllClose([local, shared], [step, 2.0], 1e-5, 1e-5)
 
+    @parameterized.parameters(None, tf_dgc.DGCConfig(sparsity=0.0, min_elements=1))
+    def test_an_optimizer_counts_a_step_once_whatever_is_local(
+        self, config: Any
+    ) -> None:
+        gradients = [tf.constant([[0.5, -0.25]]), tf.constant([[0.1, 1.0]])]
+
+        def trained(make: Callable[[Any, Any], Any]) -> list[np.ndarray]:
+            layers = [
+                keras.layers.Dense(2, kernel_initializer="zeros", use_bias=False)
+                for _ in range(2)
+            ]
+            for layer in layers:
+                layer.build([None, 1])
+            kernels = [layer.kernel for layer in layers]
+            optimizer = make(keras.optimizers.Nadam(0.1), layers[0])
+            optimizer.build(kernels)
+            for scale in (1.0, 2.0, 3.0):
+                optimizer.apply([scale * g for g in gradients], kernels)
+            return [*(k.numpy() for k in kernels), np.array(optimizer._u_product)]
+
+        expected = trained(lambda optimizer, layer: optimizer)
+        found = trained(
+            lambda optimizer, layer: hvd.PartialDistributedOptimizer(
+                optimizer, config, local_layers=layer, over=LocalTransport()
+            )
+        )
+        self.assertAllClose(found, expected, 1e-6, 1e-6)
+
+    def test_local_layers_sum_over_passes_as_others_do(self) -> None:
+        layers = [keras.layers.Dense(1, use_bias=False) for _ in range(2)]
+        for layer in layers:
+            layer.build([None, 1])
+        kernels = [layer.kernel for layer in layers]
+        optimizer = hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            local_layers=layers[0],
+            backward_passes_per_step=2,
+            over=LocalTransport(),
+        )
+        optimizer.build(kernels)
+        before = [k.numpy() for k in kernels]
+        for _ in range(2):
+            optimizer.apply([tf.ones([1, 1])] * 2, kernels)
+        steps = [b - k.numpy() for b, k in zip(before, kernels, strict=True)]
+        self.assertAllClose(steps, [[[2.0]]] * 2)
+
+    def test_slots_of_own_steps_are_not_those_of_rank_0(self) -> None:
+        def work(transport: Loopback) -> tuple[np.ndarray, np.ndarray]:
+            config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
+            with LOCK:
+                layer = keras.layers.Dense(8, kernel_initializer="ones", use_bias=False)
+                model = keras.Sequential([keras.Input((8,)), layer])
+                adam = keras.optimizers.Adam(0.01)
+                hvd.DistributedOptimizer(adam, config, over=transport)
+                model.compile(adam, "mse", run_eagerly=True)
+                adam.build(model.trainable_variables)
+            gradient = tf.fill([8, 8], 1.0 + transport.rank)
+            adam.apply([gradient], model.trainable_variables)
+            before = adam.variables[2].numpy()
+            callback = hvd.callbacks.BroadcastVariables(over=transport)
+            callback.set_model(model)
+            callback.on_train_begin()
+            return before, adam.variables[2].numpy()
+
+        for before, after in run_workers(2, work):
+            self.assertAllEqual(before, after)
+
     def test_local_layers_are_layers(self) -> None:
         with self.assertRaisesRegex(TypeError, "`local_layers` must be a layer"):
             hvd.PartialDistributedOptimizer(
@@ -654,6 +721,29 @@ class WarmupTest(parameterized.TestCase, tf.test.TestCase):
             schedule.on_train_batch_begin(batch)
         self.assertAllClose(velocity, tf.fill(velocity.shape, expected))
         self.assertAllClose(average, tf.ones_like(average))
+
+    def test_gradients_that_are_added_up_keep_their_size(self) -> None:
+        over = LocalTransport()
+        sgd = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0, momentum=0.9),
+            backward_passes_per_step=2,
+            over=over,
+        )
+        model = linear(sgd)
+        sgd.build(model.trainable_variables)
+        variables = model.trainable_variables
+        before = [v.numpy() for v in variables]
+        callback = hvd.callbacks.LearningRateScheduleCallback(
+            1.0, lambda epoch: 0.1 if epoch else 1.0, steps_per_epoch=1, over=over
+        )
+        callback.set_model(model)
+        callback.set_params({"steps": 1})
+        for epoch in range(2):
+            callback.on_epoch_begin(epoch)
+            callback.on_train_batch_begin(0)
+            sgd.apply([tf.ones(v.shape) for v in variables], variables)
+        for one, two in zip(before, variables, strict=True):
+            self.assertAllClose(one - two.numpy(), tf.fill(one.shape, 0.2))
 
 
 class VariablesTest(parameterized.TestCase, tf.test.TestCase):

@@ -114,6 +114,17 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
         found = optimizers.steps_by_gradients(optimizer_of(name))
         self.assertEqual(found, name not in ("Ftrl", "ScheduleFreeAdamW"))
 
+    def test_what_sets_the_rate_decides_nothing(self) -> None:
+        class Unsaved(keras.optimizers.schedules.LearningRateSchedule):
+            def __call__(self, step: Any) -> float:
+                return 0.001
+
+        for rate in (Unsaved(), lambda: 0.001):
+            adam, lamb = keras.optimizers.Adam(rate), keras.optimizers.Lamb(rate)
+            self.assertTrue(optimizers.steps_by_gradients(adam))
+            self.assertFalse(optimizers.is_elementwise(lamb))
+            self.assertIs(adam._learning_rate, rate)
+
     def test_what_is_not_known_to_step_by_gradients_alone_does_not(self) -> None:
         self.assertFalse(optimizers.steps_by_gradients(Lars(0.1, momentum=0.9)))
         self.assertFalse(optimizers.steps_by_gradients(Odd(object())))

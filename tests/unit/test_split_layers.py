@@ -1,6 +1,7 @@
 """Split layers: first values, models, state. Workers are threads, without a graph."""
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import tempfile
@@ -378,6 +379,15 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
                 found = self.trained(workers, epochs, folder)
                 self.assertEqual(self.taken, 3)
         self.assert_alike(found, expected, 1e-5)
+
+    def test_a_backup_of_own_steps_goes_on_with_another_number(self) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
+        make = functools.partial(tf_dgc.DGCStrategy, config)
+        with tempfile.TemporaryDirectory() as folder:
+            for epochs, workers in enumerate((2, 3, 1), 1):
+                found = self.trained(workers, epochs, folder, make=make)
+                self.assertEqual(self.taken, 3)
+                self.assert_alike(found, found[0], 0.0)
 
     def test_a_backup_within_an_epoch_goes_on_bit_for_bit(self) -> None:
         expected = self.trained(2, 2)

@@ -288,6 +288,21 @@ def set_update_step(
     optimizer._backend_update_step = update_step
 
 
+def config_without_rate(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's settings but for its rate, which may be no such setting.
+
+    A schedule of the user's own, or a function, may have no saved form.
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._learning_rate.
+    """
+    held = vars(optimizer)
+    rate = held.get("_learning_rate")
+    held["_learning_rate"] = 0.0
+    try:
+        return optimizer.get_config()
+    finally:
+        held["_learning_rate"] = rate
+
+
 def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Return the averages of weights that an optimizer keeps with `use_ema`.
 

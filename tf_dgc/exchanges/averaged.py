@@ -422,6 +422,7 @@ def settle(ledger: Ledger, resumed: bool = False) -> list[Any]:
     averaged = [
         each.owner() for each in changed if each not in waiting and each.settle()
     ]
+    averaged = [owner for owner in averaged if owner is not None]
     for each in found:
         if each not in waiting:
             each.begin_period()

@@ -98,6 +98,11 @@ class Exchange(abc.ABC):
         return {}
 
     @property
+    def own_slots(self) -> Sequence[Any]:
+        """What the owner keeps of steps of this worker's own."""
+        return ()
+
+    @property
     def steps(self) -> int:
         """How many exchanges count towards its schedule."""
         return 0

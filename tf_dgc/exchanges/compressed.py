@@ -28,7 +28,7 @@ from tf_dgc.exchanges.figures import Coverage, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.local_steps import LocalSteps
 from tf_dgc.exchanges.parts import Part, weighed_sum
-from tf_dgc.transports import sums
+from tf_dgc.transports import handshake, sums
 from tf_dgc.transports.base import Transport
 
 _logger = logging.getLogger("tf_dgc")
@@ -125,6 +125,7 @@ class Compressed(Exchange):
             self._rate = own_variable(tf.zeros([]), "dgc_rate")  # of the last step
         self._coverage = Coverage(self.layout, self._device)
         self._stages = warmup.stages(self.config)
+        self._agree(taken_over)
         formats.tell_dense_stages(self.config, self.layout, self.transport)
         formats.tell_dense_types(self.config, self.variables, self.transport)
         if self._large:
@@ -389,6 +390,11 @@ class Compressed(Exchange):
         return found
 
     @property
+    def own_slots(self) -> Sequence[Any]:
+        """Slots of the optimizer, where its steps are this worker's own."""
+        return () if self._steps is None else self._steps.slots
+
+    @property
     def steps(self) -> int:
         """How many exchanges were done."""
         return int(self.step)
@@ -397,9 +403,13 @@ class Compressed(Exchange):
         """Take over what was saved."""
         super().load(arrays, steps)
         self.step.assign(steps)
+        self._agree_on_slots()
+
+    def _agree_on_slots(self) -> None:
+        """Make what the optimizer keeps alike, where a step of all comes next."""
         stage = warmup.stage_index(self.step.read_value(), self._stages)
         if self._steps is not None and not self._form(int(stage)).slots:
-            self._steps.agree(self.transport)  # on a step of all, which comes next
+            self._steps.agree(self.transport)
 
     def _clear(self, sent: tf.Tensor | None = None) -> None:
         """Take out of v what went densely.
@@ -451,6 +461,17 @@ class Compressed(Exchange):
         if isinstance(taken_over, LocalStep):
             return taken_over if self._large and taken_over.accumulates() else None
         return taken_over
+
+    def _agree(self, accumulated: TakenOver | None) -> None:
+        """Compare what is accumulated over the workers; begin alike with it."""
+        form = "gradients"
+        if accumulated is not None:
+            form = "steps of the optimizer"
+        if (momentum := momentum_in(accumulated)) is not None:
+            form = f"momentum={momentum.factor}, nesterov={momentum.nesterov}"
+        with tf.init_scope():
+            handshake.agree(self.transport, "optimizers", {"accumulated": form})
+            self._agree_on_slots()
 
     def _refuse_late(self, momentum: dgc.Momentum | None) -> None:
         if momentum is not None and momentum.factor and self.velocity is None:

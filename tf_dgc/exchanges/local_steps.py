@@ -3,9 +3,11 @@
 Axes: P arena elements, W of N workers in this process: one, but in a simulation.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc.compression import arena
@@ -44,8 +46,10 @@ class LocalSteps:
         self._layout, self._workers = layout, workers
         self._large = [variables[i] for i in large]
         self._places = list(large)
+        # Those of rank 0 are of small variables, whose gradients are those of all.
+        self.slots: Sequence[tf.Variable] = [v for v in step.slots if v.shape.rank]
         self._small = [v for i, v in enumerate(variables) if i not in large]
-        self.slots: Sequence[tf.Variable] = list(step.slots)
+        self._small += [v for v in step.slots if not v.shape.rank]
         self._stacks: list[tf.Variable] = []
         with tf.init_scope():
             for slot in self.slots if workers.axis else ():
@@ -95,22 +99,34 @@ class LocalSteps:
         _assign(self._stacks, stacked if self._stacks else [])
 
     def agree(self, transport: Transport) -> None:
-        """Take the mean of all workers' slots, eagerly: steps are of all again."""
-        own = [v / transport.size for v in _values(self._stacks or self.slots)]
+        """Take the mean of slots that differ, eagerly: steps are of all again."""
+        own = _values(self._stacks or self.slots)
+        if self._are_alike(own, transport):
+            return
+        own = [v / transport.size for v in own]
         found = transport.all_reduce(own, "local_steps.slots")
         _assign(self.slots, found)
         stacked = [tf.stack([v] * len(self._workers.ranks)) for v in found]
         _assign(self._stacks, stacked if self._stacks else [])
 
+    def _are_alike(self, slots: Sequence[tf.Tensor], transport: Transport) -> bool:
+        arrays = [np.asarray(slot) for slot in slots]
+        if self._stacks:
+            return all((array == array[:1]).all() for array in arrays)
+        crc = zlib.crc32(b"".join(array.tobytes() for array in arrays))
+        found = transport.all_gather(tf.constant(crc, tf.int64), "local_steps.alike")
+        return bool(tf.reduce_all(found == found[0]))
+
     def _taken(
         self, step: LocalStep, gradient: tf.Tensor, small: list[Any]
     ) -> tf.Tensor:
         before = _values(self._large)
+        # From there steps are rounded least; they do not depend on the weights.
+        _assign(self._large, [tf.zeros_like(value) for value in before])
         step.take(self._together(gradient, small))
         after = _values(self._large)
         _assign(self._large, before)
-        pairs = zip(before, after, strict=True)
-        return arena.flatten(self._layout, [widened(w) - widened(v) for w, v in pairs])
+        return arena.flatten(self._layout, [-widened(value) for value in after])
 
     def _together(self, gradient: tf.Tensor, small: list[Any]) -> list[Any]:
         """Return the gradients of all variables, in their order."""

@@ -17,7 +17,12 @@ import tensorflow as tf
 from tf_dgc import _host, optimizers
 from tf_dgc.horovod import operations
 from tf_dgc.horovod.core import has_exchanged, transport
-from tf_dgc.horovod.optimizer import agree_on_overflow, compresses, is_distributed
+from tf_dgc.horovod.optimizer import (
+    agree_on_overflow,
+    compresses,
+    is_distributed,
+    own_slots,
+)
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
@@ -154,7 +159,12 @@ class BroadcastVariables(_AmongWorkers):
         found = [self.model.optimizer, *_host.keras.optimizers_of(self.model)]
         kept = [v for each in found if each is not None for v in each.variables]
         every = {id(v): v for v in [*self.model.weights, *kept]}
-        variables = [v for v in every.values() if not self._is_local(v)]
+        slots = {id(slot) for each in found for slot in own_slots(each)}
+        variables = [
+            v
+            for v in every.values()
+            if not self._is_local(v) and id(v.value) not in slots
+        ]
         operations.broadcast_variables(variables, self._root, over=self._transport)
 
     def _is_local(self, variable: keras.Variable) -> bool:
@@ -343,7 +353,7 @@ class LearningRateScheduleCallback(_AmongWorkers):
         if self._corrects and old > 0 and new != old and not compresses(optimizer):
             for inner in _host.keras.inner_optimizers(optimizer):
                 if optimizers.momentum_of(inner, new) is not None:
-                    for velocity in _host.keras.slots_of(inner):
+                    for velocity in getattr(inner, "momentums", ()):
                         velocity.assign(velocity * tf.cast(new / old, velocity.dtype))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -242,12 +242,18 @@ class Means:
                 "hvd.callbacks.BroadcastVariables, which switches it off."
             )
 
+    def added_up(self, gradient: Any) -> Any:
+        """Return the sum of a gradient over the passes it is the mean of."""
+        passes = self._terms.passes
+        if passes == 1:
+            return gradient
+        return mapped(lambda values: values * passes, gradient)
+
     def _share(self, gradient: Any) -> Any:
         """Return what is summed over the workers."""
         terms = self._terms
         by = 1 if terms.total else self.mesh.replicas
-        if terms.passes != 1:
-            gradient = mapped(lambda values: values * terms.passes, gradient)
+        gradient = self.added_up(gradient)
         if terms.sparse_as_dense:
             gradient = tf.convert_to_tensor(gradient)
         return mapped(lambda values: values / by, gradient)

@@ -103,6 +103,7 @@ class State(ObjectState):
             optimizer.build(model.trainable_variables)
         self._transport = core.transport()
         self._kept: list[list[saving.Record]] | None = None  # sums over the workers
+        self._summed = self._transport.size  # how many these were
         self._remember()
         super().__init__(self._values_of_first, core.rank, **values)
 
@@ -114,12 +115,14 @@ class State(ObjectState):
 
     def save(self) -> None:
         """Remember the state of all workers, which all call this."""
-        self._kept = self._sum_kept()  # may fail; then all of the last state stays
+        self._keep_sums()  # may fail; then all of the last state stays
         self._remember()
         super().save()
 
-    def _sum_kept(self) -> list[list[saving.Record]]:
-        return [saving.summed(self._transport, records) for records in core.records()]
+    def _keep_sums(self) -> None:
+        own = core.records()
+        self._kept = [saving.summed(self._transport, records) for records in own]
+        self._summed = self._transport.size
 
     def restore(self) -> None:
         """Return to the state that was remembered."""
@@ -180,8 +183,14 @@ class State(ObjectState):
         told = self._of_first(None if self._kept is None else shapes)
         saving.check_told(told)
         if told is None:  # the first call on all workers, which keep what they have
-            self._kept = self._sum_kept()
+            self._keep_sums()
             return
+        summed = self._of_first(self._summed)
+        if type(summed) is not int or summed < 1:
+            raise ValueError(
+                "The number of workers that the first worker tells must be positive, "
+                f"or it is damaged. Received: {ascii(summed)[:200]}"
+            )
         kept: list[list[saving.Record]] = []
         for i, records in enumerate(told):
             kept.append([])
@@ -195,9 +204,9 @@ class State(ObjectState):
                 sums = [tensor.numpy() for tensor in tensors]
                 found = dict(zip(arrays, sums, strict=True))
                 kept[-1].append(saving.Record(variables, step, found))
-        self._kept = kept
+        self._kept, self._summed = kept, summed
         size = self._transport.size
-        core.begin_anew([saving.shares(records, size, size) for records in kept])
+        core.begin_anew([saving.shares(records, summed, size) for records in kept])
 
     def _values_of_first(self, own: Any) -> Any:
         """Return what the first worker has: attributes, or times of host updates."""

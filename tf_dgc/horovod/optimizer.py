@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_dgc import _host, optimizers, step
 from tf_dgc.config import DGCConfig
@@ -141,6 +142,19 @@ def compresses(optimizer: Any) -> bool:
     return exchange is not None and exchange.compressed
 
 
+def own_slots(optimizer: Any) -> list[Any]:
+    """Return what an optimizer keeps of steps of this worker's own, by now."""
+    parts = [] if optimizer is None else _parts(_unscaled(optimizer))
+    return [
+        slot
+        for part in parts
+        if part in _exchanges
+        for each in _exchanges[part].ledger.exchanges()
+        if each.owner() is part
+        for slot in each.own_slots
+    ]
+
+
 def _unscaled(optimizer: Any) -> Any:
     """Return what a LossScaleOptimizer wraps, and anything else as it is."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
@@ -198,10 +212,10 @@ class LocalWeights:
         found = [w for layer in self._layers for w in layer.trainable_weights]
         return any(_native(variable) is _native(w) for w in [*found, *self._sources])
 
-    def share(self, gradient: Any, workers: int) -> Any:
+    def share(self, gradient: Any, exchange: Means) -> Any:
         """Return what is applied of the gradient of one of them."""
-        by = workers if self._scale else 1
-        return divided(gradient, by)
+        by = exchange.mesh.replicas if self._scale else 1
+        return divided(exchange.added_up(gradient), by)
 
 
 def _native(variable: Any) -> Any:
@@ -229,19 +243,23 @@ def _install(
         gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any
     ) -> None:
         pairs = list(zip(gradients, variables, strict=True))
-        workers = exchange.mesh.replicas
-        kept = [(local.share(g, workers), v) for g, v in pairs if local.have(v)]
-        if kept:
-            if clips:
-                own = _host.hooks.clipped(inner, [g for g, _ in kept])
-                kept = list(zip(own, [v for _, v in kept], strict=True))
-            update(kept, learning_rate)
         shared = [(g, v) for g, v in pairs if not local.have(v)]
         values = [_native(v) for _, v in shared]
         optimizers.refuse_whole_tensors(inner, values, config)
         if shared:
             args = inner, shared, learning_rate, update
             step.synchronised(exchange, *args, clips=clips)
+        kept = [(local.share(g, exchange), v) for g, v in pairs if local.have(v)]
+        if kept and clips:
+            own = _host.hooks.clipped(inner, [g for g, _ in kept])
+            kept = list(zip(own, [v for _, v in kept], strict=True))
+        if kept and shared:
+            # What an optimizer counts of a step as a whole, as Nadam, it has counted.
+            native = [(copied(g), _native(v)) for g, v in kept]
+            strategy = tf.distribute.get_strategy()
+            _host.keras.update_variables(inner, strategy, native, learning_rate)
+        elif kept:
+            update(kept, learning_rate)
 
     _host.keras.set_update_step(inner, update_step)
 

@@ -56,7 +56,6 @@ class DistributedGradientTape:
         asked = Options(**options)
         config, terms = asked.resolve(config)
         found = over or core.started(hierarchical, asked.process_set)
-        self._workers = found.size
         self._local = LocalWeights(local_layers, asked.scale_local_gradients)
         self._owner, self._exchange = core.exchange_of_tapes(config, found, terms)
 
@@ -87,7 +86,7 @@ class DistributedGradientTape:
         gradients = tf.nest.flatten(local)
         used = [i for i, g in enumerate(gradients) if g is not None]
         for i in [i for i in used if self._local.have(flat[i])]:
-            gradients[i] = self._local.share(gradients[i], self._workers)
+            gradients[i] = self._local.share(gradients[i], self._exchange)
             used.remove(i)
         if not used:
             return tf.nest.pack_sequence_as(local, gradients)
