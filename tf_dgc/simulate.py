@@ -6,6 +6,7 @@ on real workers: the step, the messages, the optimizer's part.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -92,8 +93,15 @@ def for_each_worker(fn: Callable[[Any], Any], workers: int) -> Any:
     )
 
 
-def all_workers(transport: Transport) -> Workers:
-    """Return what a process is that is all N workers, one after the other."""
+def all_workers(
+    transport: Transport, factors: Callable[[], tf.Tensor | None] = lambda: None
+) -> Workers:
+    """Return what a process is that is all N workers, one after the other.
+
+    Args:
+        transport: whose tensors are stacked.
+        factors: of each worker's gradient in the sum, shape [N]; None is 1.
+    """
     size = transport.size
 
     def each(fn: Callable[..., Any], *args: Any) -> Any:
@@ -111,12 +119,12 @@ def all_workers(transport: Transport) -> Workers:
             lambda part: None if part is None else next(stacked), results[0]
         )
 
-    return Workers(range(size), each, [size])
+    return Workers(range(size), each, [size], factors)
 
 
-def each_simulated_step(config: DGCConfig | None) -> EachStep:
+def each_simulated_step(config: DGCConfig | None, **options: Any) -> EachStep:
     """Return what makes exchanges of the gradients of all workers, [N, ...]."""
-    return EachStep(config, all_workers)
+    return EachStep(config, functools.partial(all_workers, **options))
 
 
 class SimulatedStrategy(BaseStrategy):
@@ -168,7 +176,10 @@ class SimulatedStrategy(BaseStrategy):
         self._workers = workers
         self._process = _OneProcess()
         mesh = Mesh(self._process, Stacked(workers), workers)
-        super().__init__(mesh, config, each_simulated_step(config))
+        # Of each worker's gradient in the sum, shape [N], while it is applied.
+        self._factors: tf.Tensor | None = None
+        make = each_simulated_step(config, factors=lambda: self._factors)
+        super().__init__(mesh, config, make)
 
     def exchange_and_update(self, optimizer: Any, *args: Any) -> None:
         """Exchange and update, once all workers have a gradient.
@@ -199,7 +210,7 @@ class SimulatedStrategy(BaseStrategy):
         variables: list[Any] = []
         whole, step = slicing.row_count(args), super().run
 
-        def worker(rank: Any) -> tuple[Any, list[tf.Tensor]]:
+        def worker(rank: Any) -> tuple[Any, tf.Tensor, list[tf.Tensor]]:
             shares = (slicing.rows_of(args[0], args, rank, self._workers),)
             with _captured(optimizer) as applied:
                 logs, rows = run_with_a_row(
@@ -215,18 +226,27 @@ class SimulatedStrategy(BaseStrategy):
             factor = tf.constant(1.0)
             if whole is not None:
                 factor = tf.cast(rows * self._workers / whole, tf.float32)
+            by = factor if self.config is None else tf.ones([])
             gradients = [tf.convert_to_tensor(g) for g, _ in used]
-            return logs, [
-                tf.where(rows == 0, tf.zeros_like(g), g * tf.cast(factor, g.dtype))
-                for g in gradients
-            ]
+            return (
+                logs,
+                factor,
+                [
+                    tf.where(rows == 0, tf.zeros_like(g), g * tf.cast(by, g.dtype))
+                    for g in gradients
+                ],
+            )
 
         self._process.busy = True
         try:
-            logs, gradients = for_each_worker(worker, self._workers)
+            logs, factors, gradients = for_each_worker(worker, self._workers)
         finally:
             self._process.busy = False
-        super().run(lambda: optimizer.apply(gradients, variables))
+        self._factors = None if self.config is None else factors
+        try:
+            super().run(lambda: optimizer.apply(gradients, variables))
+        finally:
+            self._factors = None
         return tf.nest.map_structure(lambda log: log[-1], logs)
 
 

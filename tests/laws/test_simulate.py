@@ -138,6 +138,37 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             [int(x) for x in expected[0][2][:4]],
         )
 
+    @parameterized.product(
+        make=[lambda: sgd(momentum=0.9), lambda: keras.optimizers.Adam(0.01)],
+        clip_norm=[None, 0.05],
+    )
+    def test_weigh_shares_of_unequal_rows_as_real_ones(
+        self, make: Callable[[], Any], clip_norm: float | None
+    ) -> None:
+        config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, clip_norm=clip_norm)
+        x, y = features.regression(13)
+
+        def fit(strategy: Any) -> list[np.ndarray]:
+            with strategy.scope():
+                layers = [
+                    keras.layers.Dense(
+                        units, kernel_initializer=keras.initializers.GlorotUniform(1)
+                    )
+                    for units in (16, 1)
+                ]
+                model = keras.Sequential([keras.Input((8,)), *layers])
+                model.compile(make(), "mse", run_eagerly=True)
+            # The last of four batches has one row, for one of the workers.
+            model.fit(x, y, batch_size=4, shuffle=False, epochs=2, verbose=0)
+            return model.get_weights()
+
+        expected = run_workers(
+            2, lambda over: fit(tf_dgc.DGCStrategy(config, transport=over))
+        )[0]
+        found = fit(simulate.SimulatedStrategy(2, config))
+        for one, two in zip(found, expected, strict=True):
+            self.assertAllClose(one, two, 1e-5, 1e-6)
+
     def test_compress_as_many_as_there_are(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.995, min_elements=1)
         strategy = simulate.SimulatedStrategy(64, config)

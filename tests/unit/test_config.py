@@ -345,6 +345,8 @@ class DownpourConfigTest(tf.test.TestCase):
         self.assert_refused(ValueError, name, (budget,), "without a budget")
         chosen = DownpourConfig(compression=DGCConfig(warmup_steps=5))
         self.assertEqual(chosen.compression, DGCConfig.paper(5))
+        coarse = DownpourConfig(compression=DGCConfig(value_dtype="bfloat16"))
+        self.assertEqual(coarse.compression, DGCConfig.paper(value_dtype="bfloat16"))
         unmasked = DownpourConfig(compression=DGCConfig(momentum_masking=False))
         expected = DGCConfig.paper(momentum_masking=False)
         self.assertEqual(unmasked.compression, expected)

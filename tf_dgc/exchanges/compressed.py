@@ -40,6 +40,9 @@ class Workers(NamedTuple):
     ranks: Sequence[int]
     each: Callable[..., Any]  # each(fn, *args) is fn(*args), of each of them
     axis: list[int]  # the first axis of what there is one of each: [], or [W]
+    # Of each one's gradient in the sum, shape [W]; None where all count alike, or a
+    # `Part` tells.
+    factors: Callable[[], tf.Tensor | None] = lambda: None
 
     def seats(self, workers: int) -> tf.Tensor:
         """Return 1 in the place of each: shape [*axis, N]."""
@@ -57,7 +60,7 @@ class Share(NamedTuple):
 
     gradient: tf.Tensor  # of the arena, shape [P]
     scale: tf.Tensor  # what clips it, shape []
-    factor: tf.Tensor  # of the clipped one in the sum; one for all W, shape []
+    factor: tf.Tensor  # of the clipped one in the sum, shape []; may be one for all W
     small: list[Any]  # gradients of the small tensors, summed; one for all W
     whole: int  # of the clipped one in the mean over this worker's rows
 
@@ -148,7 +151,12 @@ class Compressed(Exchange):
         gradient, small, nonfinite, scale = self._workers.each(stage, local)
 
         # Wire 1. Before any state changes all must know whether the step counts.
-        seats = self._workers.seats(self.transport.size)
+        seats, factors = (
+            self._workers.seats(self.transport.size),
+            self._workers.factors(),
+        )
+        if factors is not None:
+            small = self._workers.each(_all_scaled, small, factors)
         told = weighed_sum(self.transport, small, self.name, seats, nonfinite, part)
         ok = self._all_finite(told.nonfinite)
 
@@ -158,7 +166,8 @@ class Compressed(Exchange):
             if self._corrects and all(v.dtype == tf.float32 for v in large)
             else None  # the optimizer's to change
         )
-        share = Share(gradient, scale, told.factor, told.gradients, whole)
+        factor = told.factor if factors is None else factors
+        share = Share(gradient, scale, factor, told.gradients, whole)
 
         def send() -> tf.Tensor:
             self._correct_rate(taken_over)
@@ -492,6 +501,10 @@ class Compressed(Exchange):
             with tf.control_dependencies([_refuse(votes, self.step, names)]):
                 ok = tf.identity(ok)
         return ok
+
+
+def _all_scaled(gradients: list[Any], factor: tf.Tensor) -> list[Any]:
+    return [values.scaled(gradient, factor) for gradient in gradients]
 
 
 def _refuse(votes: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:
