@@ -6,15 +6,15 @@
     scripts/parity.py digits --epochs 12 --warmup-epochs 0 --workers 2 \
         --rows dense dgc downpour downpour_dgc
 
-Trains a ResNet-8 on CIFAR-10, language models of characters, an LSTM or a small
-transformer (with Adam), or the network of examples/digits.py, on logical workers in one
-process (`tf_dgc.simulate`); with a `period`, which averages parameters, or `servers`,
-which train asynchronously, on real ones (`run_local.py`). A row of the table is a name
-from ROWS below, or a name of one's own with settings: of DGCConfig, of the task
-(learning_rate, batch_size, ...; schedule, "cosine" or "step"; optimizer, as of
-OPTIMIZERS), of averaging, of servers, or a budget (BUDGET); `warmup_epochs` is counted
-in epochs. With `servers` a step of the schedule is a push, W of which make an epoch's
-step, there is no warm-up, and `clip_norm` is of compression.
+Trains a ResNet-8 on CIFAR-10, or a larger one (`--blocks`), language models of
+characters, an LSTM or a small transformer (with Adam), or the network of
+examples/digits.py, on logical workers in one process (`tf_dgc.simulate`); with a
+`period`, which averages parameters, or `servers`, which train asynchronously, on real
+ones (`run_local.py`). A row of the table is a name from ROWS below, or a name of one's
+own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...; schedule,
+"cosine" or "step"; optimizer, as of OPTIMIZERS), of averaging, of servers, or a budget
+(BUDGET); `warmup_epochs` is counted in epochs. With `servers` a step of the schedule
+is a push, W of which make an epoch's step, there is no warm-up, and `clip_norm` is of compression.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
@@ -220,7 +220,12 @@ def load_images(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     data = tf.data.Dataset.from_tensor_slices(train).shuffle(len(train[0]))
     data = data.batch(batch, drop_remainder=True).map(augment)
     unseen = tf.data.Dataset.from_tensor_slices(test).batch(500)
-    return data, unseen, len(train[0]) // batch, lambda: cifar10.build(1, size)
+    return (
+        data,
+        unseen,
+        len(train[0]) // batch,
+        lambda: cifar10.build(args.blocks, size),
+    )
 
 
 def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
@@ -457,7 +462,8 @@ def conditions_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
     """Returns all that a run depends on, but for its seed."""
     own = {"row": row.partition(":")[0], "settings": settings_of(args, row)}
     names = ("task", "epochs", "workers", "image_size", "limit")
-    return own | {name: getattr(args, name) for name in names}
+    found = own | {name: getattr(args, name) for name in names}
+    return found if args.blocks == 1 else found | {"blocks": args.blocks}
 
 
 def file_of(args: argparse.Namespace, row: str, seed: int) -> pathlib.Path:
@@ -505,7 +511,7 @@ def report(folder: pathlib.Path) -> None:
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
         names = ("task", "epochs", "row", "settings", "workers", "image_size", "limit")
-        key = json.dumps([result[name] for name in names])
+        key = json.dumps([*(result[name] for name in names), result.get("blocks")])
         groups.setdefault(key, []).append(result)
     columns = "task epochs workers row seeds mean spread flushed traffic sent received"
     columns = f"{columns} staleness settings".split()
@@ -603,6 +609,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--image-size", type=int, choices=(8, 16, 32), default=32)
+    parser.add_argument(
+        "--blocks", type=int, default=1, help="n of ResNet-(6n + 2), for CIFAR-10"
+    )
     parser.add_argument("--limit", type=int, help="use so much of the data only")
     parser.add_argument("--results", type=pathlib.Path, default="parity")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
