@@ -14,7 +14,8 @@ ones (`run_local.py`). A row of the table is a name from ROWS below, or a name o
 own with settings: of DGCConfig, of the task (learning_rate, batch_size, ...; schedule,
 "cosine" or "step"; optimizer, as of OPTIMIZERS), of averaging, of servers, or a budget
 (BUDGET); `warmup_epochs` is counted in epochs. With `servers` a step of the schedule
-is a push, W of which make an epoch's step, there is no warm-up, and `clip_norm` is of compression.
+is a push, W of which make an epoch's step, there is no warm-up, and `clip_norm` is of
+compression.
 
 Each run leaves a JSON file in the folder of results. Runs that are there are not
 repeated, so that a table can grow; table.md and plot.png show all that is there.
