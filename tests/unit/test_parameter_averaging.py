@@ -440,6 +440,18 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(3, work), [(3.0, 0.0)] * 3)
 
+    def test_workers_meet_though_an_owner_is_gone_on_some(self) -> None:
+        def work(transport: Loopback) -> list[Any]:
+            worker = Worker(transport, period=2)
+            worker.step()
+            settle(worker.synchronizer)
+            if transport.rank == 1:
+                worker.owner = None  # garbage is found at different times
+            settle(worker.synchronizer)
+            return settle(worker.synchronizer)
+
+        self.assertEqual(run_workers(3, work), [[]] * 3)
+
     def test_two_optimizers_need_as_many_steps_on_every_worker(self) -> None:
         def work(transport: Loopback) -> None:
             one = Worker(transport, period=2)

@@ -412,13 +412,15 @@ def settle(ledger: Ledger, resumed: bool = False) -> list[Any]:
     Returns:
         The owners whose parameters were averaged.
     """
-    found: list[Any] = ledger.exchanges()
-    if len(found) > 1:
-        found = ledger.left()
+    newest: Any = ledger.newest
+    others: list[Any] = [each for each in ledger.exchanges() if each is not newest]
+    if any(each.changed() for each in others):
+        others = [each for each in ledger.left() if each is not newest]
+    found = others if newest is None else [*others, newest]
     waiting = [] if resumed else [each for each in found if each.waits]
     changed = [each for each in found if each.changed()]
-    if not changed and found and found[-1].number == ledger.opened - 1:
-        changed = [found[-1]]  # where others may have trained
+    if not changed and newest is not None:
+        changed = [newest]  # where others may have trained
     averaged = [
         each.owner() for each in changed if each not in waiting and each.settle()
     ]

@@ -72,6 +72,8 @@ class Ledger:
         transport: to the other workers.
         lockstep: whether all workers meet in each step.
         opened: how many exchanges were opened so far.
+        newest: the last of them, where not all workers meet in each step; whether
+            its owner is gone or not, which workers learn at different times.
     """
 
     def __init__(self, transport: Transport, make: Make) -> None:
@@ -87,6 +89,7 @@ class Ledger:
             Any, dict[tuple[int, ...], Exchange]
         ] = weakref.WeakKeyDictionary()
         self.opened = 0
+        self.newest: Exchange | None = None
         self._waiting: list[Waiting] = []
         self._clock = Clock()
         self._interval = replicas.default_interval()
@@ -172,6 +175,7 @@ class Ledger:
         handshake.agree(self.transport, "trained variables", listed)
         self.opened += 1
         exchange = self._make(place, taken_over)
+        self.newest = None if exchange.lockstep else exchange
         for restored, choice in self._waiting:
             if restored and (choice is None or choice.has(owner, exchange.variables)):
                 _check(exchange, restored[0])
@@ -228,7 +232,7 @@ class Ledger:
     def begin_anew(self, kept: Sequence[Record]) -> None:
         """Forget all owners; those to come take over these records, in their order."""
         self._exchanges.clear()
-        self.opened = 0
+        self.opened, self.newest = 0, None
         self._waiting = [Waiting(list(kept), None)]
 
     def restore(
