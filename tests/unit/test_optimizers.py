@@ -125,6 +125,31 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
             self.assertFalse(optimizers.is_elementwise(lamb))
             self.assertIs(adam._learning_rate, rate)
 
+    @parameterized.parameters("Adam", "Lion", "Adadelta", "Nadam", "SGD")
+    def test_what_reads_weights_in_some_step_does_not(self, name: str) -> None:
+        kind = getattr(keras.optimizers, name)
+
+        class Penalised(kind):  # type: ignore[misc, valid-type]
+            def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+                own = gradient + 0.01 * tf.convert_to_tensor(variable)
+                super().update_step(own, variable, rate)
+
+        class Late(kind):  # type: ignore[misc, valid-type]
+            def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+                super().update_step(gradient, variable, rate)
+                keras.ops.cond(
+                    self.iterations > 20,
+                    lambda: variable.assign(0.9 * variable),
+                    lambda: variable.assign(variable),
+                )
+
+        class Same(kind):  # type: ignore[misc, valid-type]
+            def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+                super().update_step(2.0 * gradient, variable, rate)
+
+        for own, expected in ((Penalised, False), (Late, False), (Same, True)):
+            self.assertEqual(optimizers.steps_by_gradients(own(0.1)), expected)
+
     def test_what_is_not_known_to_step_by_gradients_alone_does_not(self) -> None:
         self.assertFalse(optimizers.steps_by_gradients(Lars(0.1, momentum=0.9)))
         self.assertFalse(optimizers.steps_by_gradients(Odd(object())))
