@@ -26,11 +26,21 @@ from tf_dgc.transports.base import Transport
 SHAPES = ((16, 8), (5,), (6, 12), ())
 LARGE = (0, 2)
 RATE = 0.05
+
+
+class Slotless(keras.optimizers.SGD):
+    """One of the user's own, which keeps nothing."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(2.0 * gradient, variable, learning_rate)
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Adam": lambda: keras.optimizers.Adam(RATE),
     "Lion": lambda: keras.optimizers.Lion(RATE),
     "RMSprop": lambda: keras.optimizers.RMSprop(RATE, momentum=0.5, centered=True),
     "Adagrad": lambda: keras.optimizers.Adagrad(RATE),
+    "Slotless": lambda: Slotless(RATE),
 }
 
 

@@ -59,7 +59,11 @@ class LocalSteps:
     @property
     def state(self) -> dict[str, tf.Variable]:
         """What each worker has of its own, by name."""
-        return {f"own {i}": v for i, v in enumerate(self._stacks or self.slots)}
+        return {f"own {i}": v for i, v in enumerate(self._own)}
+
+    @property
+    def _own(self) -> Sequence[tf.Variable]:
+        return self._stacks if self._workers.axis else self.slots
 
     def along_own(
         self, step: LocalStep, gradient: tf.Tensor, small: list[Any]
@@ -74,7 +78,7 @@ class LocalSteps:
         Returns:
             w - w', of the same shape as `gradient`, where a step leads from w to w'.
         """
-        if not self._stacks:
+        if not self._workers.axis:
             return self._taken(step, gradient, small)
 
         def take(own: tf.Tensor, slots: list[tf.Tensor]) -> tuple[Any, ...]:
@@ -100,7 +104,7 @@ class LocalSteps:
 
     def agree(self, transport: Transport) -> None:
         """Take the mean of slots that differ, eagerly: steps are of all again."""
-        own = _values(self._stacks or self.slots)
+        own = _values(self._own)
         if self._are_alike(own, transport):
             return
         own = [v / transport.size for v in own]
@@ -111,7 +115,7 @@ class LocalSteps:
 
     def _are_alike(self, slots: Sequence[tf.Tensor], transport: Transport) -> bool:
         arrays = [np.asarray(slot) for slot in slots]
-        if self._stacks:
+        if self._workers.axis:
             return all((array == array[:1]).all() for array in arrays)
         crc = zlib.crc32(b"".join(array.tobytes() for array in arrays))
         found = transport.all_gather(tf.constant(crc, tf.int64), "local_steps.alike")

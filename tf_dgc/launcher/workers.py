@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -31,13 +32,23 @@ class Sink(Protocol):
         """Let go of them."""
 
 
+# Below those that Linux gives to connections by itself: one of these could be taken
+# before the worker listens that it is for.
+_PORTS = range(20_000, 32_000)
+
+
 def free_ports(count: int) -> list[int]:
     """Return `count` different TCP ports that nobody listens on."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            if len(found) == count:
+                break
+            own = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                own.bind(("", port))
+                found.append(port)
+    return found
 
 
 def tf_config(addresses: Sequence[str], task: int, servers: int = 0) -> str:
