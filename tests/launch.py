@@ -1,13 +1,11 @@
 """Start worker processes for a test: real launchers, hard time limits."""
 
-import contextlib
 import functools
 import json
 import os
 import pathlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import unittest
@@ -178,12 +176,3 @@ def by_rank(output: str) -> dict[int, dict[str, Any]]:
         elif text.startswith("+") and rank in last:
             last[rank] += text[1:]
     return {rank: json.loads(text) for rank, text in last.items()}
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Return different ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return tuple(each.getsockname()[1] for each in sockets)

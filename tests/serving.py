@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import launch
 
+from tf_dgc.launcher.workers import free_ports
+
 SCRIPT = pathlib.Path(__file__).parent / "jobs" / "downpour.py"
 
 
@@ -84,7 +86,7 @@ class Job:
         **environment: str,
     ) -> None:
         self._script = script
-        ports = launch.free_ports(workers + servers)
+        ports = free_ports(workers + servers)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self._cluster = {"ps": addresses[:servers], "worker": addresses[servers:]}
         self._environment = environment
@@ -95,7 +97,7 @@ class Job:
     def _start(self, kind: str, index: int, case: str, **arguments: Any) -> Task:
         cluster = {name: list(each) for name, each in self._cluster.items()}
         if kind == "worker" and index in self._used:  # on another machine, maybe
-            cluster[kind][index] = f"127.0.0.1:{launch.free_ports(1)[0]}"
+            cluster[kind][index] = f"127.0.0.1:{free_ports(1)[0]}"
         self._used |= {index} if kind == "worker" else set()
         config = {"cluster": cluster, "task": {"type": kind, "index": index}}
         own = self._environment | {"TF_CONFIG": json.dumps(config)}

@@ -9,7 +9,7 @@ import subprocess
 import time
 import unittest
 
-import launch
+from tf_dgc.launcher.workers import free_ports
 
 _PROGRAMS = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
 _CONFIG = """
@@ -59,9 +59,7 @@ class Slurm(contextlib.ExitStack):
             (self.folder / name).mkdir()
         (self.folder / "key").write_bytes(os.urandom(64))
         (self.folder / "key").chmod(0o600)
-        config = _CONFIG.format(
-            host=self.host, ports=launch.free_ports(2), folder=folder
-        )
+        config = _CONFIG.format(host=self.host, ports=free_ports(2), folder=folder)
         (self.folder / "slurm.conf").write_text(config)
         self.environment = {"SLURM_CONF": f"{folder}/slurm.conf"}
 

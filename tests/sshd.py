@@ -10,7 +10,7 @@ import subprocess
 import time
 import unittest
 
-import launch
+from tf_dgc.launcher.workers import free_ports
 
 _CONFIG = """
 Port {port}
@@ -38,7 +38,7 @@ class Sshd:
     def __init__(self, folder: str) -> None:
         """Make keys and settings in a folder."""
         self.folder = pathlib.Path(folder)
-        (self.port,) = launch.free_ports(1)
+        (self.port,) = free_ports(1)
         for name in ("host", "key"):
             make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
             subprocess.run([*make, self.folder / name], check=True)

@@ -5,9 +5,10 @@ import os
 import signal
 import unittest
 
-import launch
 import pytest
 import serving
+
+from tf_dgc.launcher.workers import free_ports
 
 # In a task of type "ps" it serves; in one of type "worker" it uses the servers.
 SCRIPT = """
@@ -37,7 +38,7 @@ class ServingTest(unittest.TestCase):
         return found
 
     def test_servers_may_come_late_and_end_by_sigterm(self) -> None:
-        first, second, own = (f"127.0.0.1:{p}" for p in launch.free_ports(3))
+        first, second, own = (f"127.0.0.1:{p}" for p in free_ports(3))
         self.cluster = {"ps": [first, second], "worker": [own]}
         worker = self.start("worker", 0)
         servers = [self.start("ps", 0)]
