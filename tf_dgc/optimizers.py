@@ -23,13 +23,22 @@ _answers: dict[Callable[..., bool], weakref.WeakKeyDictionary[Any, bool]] = {}
 
 
 def momentum_of(
-    optimizer: keras.optimizers.Optimizer, learning_rate: Any
+    optimizer: keras.optimizers.Optimizer,
+    learning_rate: Any,
+    variables: Sequence[Any] = (),
 ) -> dgc.Momentum | None:
-    """Return the step of SGD, which the exchange can take over; None of others."""
+    """Return the step of SGD, which the exchange can take over; None of others.
+
+    Args:
+        optimizer: of the user.
+        learning_rate: shape [].
+        variables: whose momentum so far is taken over, too.
+    """
     if not _is_plain_sgd(optimizer):
         return None
     factor, nesterov = float(optimizer.momentum or 0.0), bool(optimizer.nesterov)
-    return dgc.Momentum(factor, nesterov, learning_rate)
+    slots = _host.keras.momentums_of(optimizer, variables)
+    return dgc.Momentum(factor, nesterov, learning_rate, slots)
 
 
 def taken_over_of(
@@ -46,7 +55,7 @@ def taken_over_of(
         learning_rate: shape [].
         update: the optimizer's own of a list of pairs (gradient, variable) at a rate.
     """
-    momentum = momentum_of(optimizer, learning_rate)
+    momentum = momentum_of(optimizer, learning_rate, variables)
     if momentum is not None:
         return momentum
 

@@ -713,6 +713,22 @@ def data_that_end_early_within_an_execution(strategy: Any) -> dict[str, Any]:
     return _fit_data_that_end_early(strategy, steps_per_execution=4)
 
 
+@feature
+def a_saved_model_goes_on(strategy: Any) -> dict[str, Any]:
+    before = mlp()
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)
+    before.compile(optimizer, "mse", metrics=["mae"])
+    optimizer.build(before.trainable_variables)
+    random = np.random.default_rng(4)
+    for slot in optimizer.momentums:
+        slot.assign(random.normal(scale=0.01, size=slot.shape))
+    with shared_folder(strategy) as folder, scope(strategy):
+        path = os.path.join(folder, f"{getattr(strategy, 'rank', 0)}.keras")
+        before.save(path)
+        model = keras.models.load_model(path)
+    return outcome(model, model.fit(batches(), epochs=3, verbose=0, shuffle=False))
+
+
 def found(strategy: str, transport: str, name: str) -> dict[str, Any]:
     """Return the figures of a feature; for the workers of `pool.py`."""
     used = STRATEGIES[strategy](transport)

@@ -72,7 +72,9 @@ class LikeOneWorkerCase(parameterized.TestCase, tf.test.TestCase):
 
 @pytest.mark.long
 class LikeOneWorkerTest(LikeOneWorkerCase):
-    @parameterized.parameters("nesterov", "embedding", "last_batch_uneven")
+    @parameterized.parameters(
+        "nesterov", "embedding", "last_batch_uneven", "a_saved_model_goes_on"
+    )
     def test_train_as_one_worker_where_nothing_is_left_out(self, name: str) -> None:
         self.assert_like_one_worker(name)
 

@@ -71,6 +71,26 @@ class PushedTest(tf.test.TestCase):
                     self.assertAllEqual(steps[i], m + g if nesterov else m)
         return count
 
+    def test_the_chief_goes_on_with_momentum_of_before(self) -> None:
+        random = np.random.default_rng(5)
+        for nesterov in (False, True):
+            slots = [
+                tf.Variable(random.normal(size=s), dtype=tf.float32) for s in SHAPES
+            ]
+            before = [slot.numpy() for slot in slots]
+            momentum = dgc.Momentum(0.5, nesterov, 2.0, slots)
+            chief = pushed_of(momentum, sparsity=0.0)
+            for slot in slots:
+                self.assertAllEqual(slot, tf.zeros_like(slot))
+            chief.begin()
+            local = gradients(random)
+            steps, chosen = tf.function(chief.select)(local, momentum)
+            moved = arena.unflatten(chief.layout, chosen.whole * chosen.scale)
+            for step, g, m in zip([*moved, *steps[2:]], local, before, strict=True):
+                m = 0.5 * -m + 2 * g.numpy()
+                expected = 0.5 * m + 2 * g.numpy() if nesterov else m
+                self.assertAllClose(step, expected)
+
     def test_what_is_sent_and_what_is_kept_is_what_was_accumulated(self) -> None:
         for nesterov, masking in ((False, True), (True, True), (False, False)):
             with self.subTest(nesterov=nesterov, masking=masking):

@@ -326,6 +326,25 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return [v for v in found if v.dtype.is_floating]
 
 
+def momentums_of(
+    optimizer: keras.optimizers.SGD, variables: Sequence[Any]
+) -> list[Any]:
+    """Return what SGD keeps of each variable; nothing where it keeps nothing.
+
+    keras/src/optimizers/sgd.py: SGD.momentums, in the order of _trainable_variables.
+    """
+    slots = [
+        getattr(slot, "value", None) for slot in getattr(optimizer, "momentums", [])
+    ]
+    kept = {
+        id(form): slot
+        for own, slot in zip(variables_of(optimizer), slots, strict=False)
+        for form in (own, own.value)
+    }
+    found = [kept.get(id(variable)) for variable in variables]
+    return [] if any(slot is None for slot in found) else found
+
+
 def movable_slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Return what an optimizer keeps of its training, wherever that is.
 

@@ -46,6 +46,7 @@ class Momentum(NamedTuple):
     factor: float  # m, in [0, 1]
     nesterov: bool
     learning_rate: tf.Tensor | float = 1.0  # lr, shape []
+    slots: Sequence[Any] = ()  # of each variable, what SGD has kept so far; or none
 
 
 class State(NamedTuple):

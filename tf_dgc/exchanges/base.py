@@ -56,6 +56,32 @@ def momentum_in(taken_over: TakenOver | None) -> dgc.Momentum | None:
     return taken_over if isinstance(taken_over, dgc.Momentum) else None
 
 
+def take_velocity(
+    momentum: dgc.Momentum, which: Sequence[int]
+) -> list[tf.Tensor] | None:
+    """Take what SGD has kept of steps before, as that of a model that was loaded.
+
+    Eagerly; SGD's own is zero then, so that a model that is saved has none of it.
+
+    Args:
+        momentum: of the optimizer, which is left to an exchange.
+        which: the indices of the variables.
+
+    Returns:
+        u of each, float32, of all workers together; None where SGD keeps nothing.
+    """
+    if not momentum.slots or not momentum.factor:
+        return None
+    slots = [momentum.slots[i] for i in which]
+    if not all(slot.is_initialized() for slot in slots):
+        return None  # it was made in this graph, and is zero when that begins
+    factor = momentum.factor if momentum.nesterov else 1.0
+    found = [-factor * tf.cast(slot.read_value(), tf.float32) for slot in slots]
+    for slot in slots:
+        slot.assign(tf.zeros(slot.shape, slot.dtype))
+    return found
+
+
 class Update(NamedTuple):
     """What an exchange makes of a worker's gradients: the same on every worker."""
 

@@ -23,6 +23,7 @@ from tf_dgc.exchanges.base import (
     TakenOver,
     Update,
     momentum_in,
+    take_velocity,
 )
 from tf_dgc.exchanges.figures import Coverage, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
@@ -82,7 +83,7 @@ class Compressed(Exchange):
         config: DGCConfig,
         workers: Callable[[Transport], Workers] = one,
     ) -> None:
-        """Create the variables, all zero, outside of any graph.
+        """Create the variables outside of any graph: zero, but for momentum so far.
 
         Args:
             place: whose gradients, and with whom.
@@ -117,11 +118,13 @@ class Compressed(Exchange):
         with tf.init_scope(), tf.device(self._device):
             zeros = tf.zeros(shape)
             momentum = momentum_in(taken_over)
-            self.velocity = (
-                own_variable(zeros, "dgc_velocity")
-                if momentum is not None and momentum.factor
-                else None
-            )
+            self.velocity: tf.Variable | None = None
+            if momentum is not None and momentum.factor:
+                self.velocity = own_variable(zeros, "dgc_velocity")
+                if (begun := take_velocity(momentum, self._large)) is not None:
+                    # Each worker has its share of it.
+                    own = arena.flatten(self.layout, begun) / self.transport.size
+                    self.velocity.assign(tf.broadcast_to(own, shape))
             self.residual = own_variable(zeros, "dgc_residual")
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = own_variable(tf.zeros([], tf.int64), "dgc_step")
@@ -192,7 +195,7 @@ class Compressed(Exchange):
         scale = share.scale * share.factor
         if momentum is not None:
             rate = tf.cast(momentum.learning_rate, tf.float32)
-            momentum = momentum._replace(learning_rate=rate)
+            momentum = momentum._replace(learning_rate=rate, slots=())
         elif self._steps is not None and isinstance(taken_over, LocalStep):
             own = (share.whole * share.scale)[..., tf.newaxis] * gradient
             gradient = self._steps.along_own(taken_over, own, share.small)

@@ -18,6 +18,7 @@ from tf_dgc._host.shared import Table
 from tf_dgc.compression import arena, dgc, halves, message, selection, warmup
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges.base import take_velocity
 from tf_dgc.exchanges.figures import Coverage, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.servers.shared import Servers, Twins
@@ -90,6 +91,10 @@ class Pushed:
                 own_variable(zero, "dgc_velocity") if with_velocity else None
                 for zero in zeros
             )
+            self._begun: list[Any] = [None, None]
+            if self._corrects and momentum is not None:
+                owns = self._large, others
+                self._begun = [take_velocity(momentum, own) for own in owns]
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = own_variable(tf.zeros([], tf.int64), "dgc_step")
             self._rate = own_variable(tf.zeros([]), "dgc_rate")  # of the last step
@@ -125,9 +130,19 @@ class Pushed:
             twins.stamped.append(self.stamped)
 
     def begin(self) -> None:
-        """Give first values to what is on the servers; the chief does."""
+        """Give first values to what is on the servers; the chief does.
+
+        It is the chief who goes on with the momentum of a model that was loaded.
+        """
         if self.stamped is not None:
             self.stamped.begin()
+        velocities = self.velocity, self.dense_velocity
+        layouts = self.layout, self._dense_layout
+        for velocity, layout, begun in zip(
+            velocities, layouts, self._begun, strict=True
+        ):
+            if velocity is not None and begun is not None:
+                velocity.assign(arena.flatten(layout, begun))
 
     # Up.
 
@@ -184,7 +199,7 @@ class Pushed:
         gradients = self._clipped(local, rate)
         corrected = None
         if momentum is not None and self._corrects:
-            corrected = momentum._replace(learning_rate=rate)
+            corrected = momentum._replace(learning_rate=rate, slots=())
         self._correct_rate(rate)
         found: list[Any] = [None] * len(gradients)
         small = arena.flatten(self._dense_layout, [gradients[i] for i in self._small])

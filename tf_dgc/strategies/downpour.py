@@ -278,7 +278,7 @@ class DownpourStrategy(BaseStrategy):
             return
         for variable in variables:
             self.extended.refuse_foreign(variable)
-        momentum = optimizers.momentum_of(optimizer, 1.0)
+        momentum = optimizers.momentum_of(optimizer, 1.0, variables)
         with tf.init_scope():
             tables = [v.name for v in variables if isinstance(v, Table)]
             optimizers.refuse_unselected(optimizer, self._settings, tables)
