@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import unittest
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import forks
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Of what workers import.
@@ -83,12 +85,21 @@ def launched(
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of workers, who do without what stands in lean/."""
-    return os.environ | {
+    return os.environ | _own_environment() | _forks()
+
+
+def _own_environment() -> dict[str, str]:
+    return {
         "PYTHONPATH": os.pathsep.join(map(str, [LEAN, ROOT, *FOLDERS])),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_DGC_TIMEOUT": "100",
         "PATH": _path(),
     }
+
+
+@functools.cache
+def _forks() -> Mapping[str, str]:
+    return forks.server(os.environ | _own_environment())
 
 
 def run(

@@ -1,0 +1,5 @@
+"""Python runs this when a worker starts: see `forks`."""
+
+import forks
+
+forks.hand_over()
