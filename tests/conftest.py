@@ -36,6 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget what the tests of a module have left, but for what nobody lets go of.
+
+    TensorFlow keeps graphs; `BackupState` and others look through all that there is.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     """End the workers that have run tests."""
     pool.close()

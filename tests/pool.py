@@ -32,10 +32,7 @@ _PREPARE_SECONDS = 60.0
 # From the error of one worker until those are given up that wait for it.
 _OTHERS_SECONDS = 20.0
 _END_SECONDS = 10.0
-_MOST_WORKERS = 6  # at a time, each of them half a gigabyte or more
-# Horovod looks for work each millisecond by itself: a job that does nothing takes an
-# eighth of a core.
-_HOROVOD = {"HOROVOD_CYCLE_TIME": "5"}
+_MOST_WORKERS = 4  # at a time: those of Horovod keep looking for work
 _TAIL = 4000  # characters of what a worker printed
 
 
@@ -149,7 +146,7 @@ class _Job:
             self._process = subprocess.Popen(
                 launch.launched(*command, workers=workers, launcher=launcher),
                 cwd=launch.ROOT,
-                env=launch.worker_environment() | _HOROVOD,
+                env=launch.worker_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -20,8 +20,13 @@ SCRIPT = pathlib.Path(__file__).parent / "forked.py"
 
 
 @pytest.mark.processes
-@unittest.skipUnless(sys.platform.startswith("linux"), "forks are for Linux")
 class ForksTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        if forks.VARIABLE not in launch.worker_environment():
+            raise unittest.SkipTest("forks are for Linux")
+
     def start(self, what: str, **environment: str) -> "subprocess.Popen[str]":
         folder = self.enterContext(tempfile.TemporaryDirectory())
         process = subprocess.Popen(

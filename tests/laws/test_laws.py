@@ -78,7 +78,7 @@ def cases(draw: Any, **fixed: Any) -> Case:
     )
     dtypes = st.sampled_from(["float32", "float16", "bfloat16", "float64"])
     factors, rates = st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([1.0, 0.25])
-    momenta = st.builds(Momentum, factors, st.booleans(), rates)
+    momenta = st.builds(Momentum, factors, st.booleans(), rates, st.just(()))
     settings = {
         "sparsity": st.sampled_from([0.0, 0.3, 0.75, 0.9, 0.999]),
         "momentum_masking": st.booleans(),
@@ -120,7 +120,7 @@ def momentum_sgd(case: Case) -> list[list[np.ndarray]]:
             gradient = sum(parts)
             update = gradient
             if case.momentum is not None and i in compressed(case):
-                m, nesterov, rate = case.momentum
+                m, nesterov, rate, _ = case.momentum
                 gradient = rate * gradient
                 velocity = m * velocity + gradient
                 update = m * velocity + gradient if nesterov else velocity

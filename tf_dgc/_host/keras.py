@@ -328,7 +328,7 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
 
 def momentums_of(
     optimizer: keras.optimizers.SGD, variables: Sequence[Any]
-) -> list[Any]:
+) -> Sequence[Any]:
     """Return what SGD keeps of each variable; nothing where it keeps nothing.
 
     keras/src/optimizers/sgd.py: SGD.momentums, in the order of _trainable_variables.
@@ -341,8 +341,8 @@ def momentums_of(
         for own, slot in zip(variables_of(optimizer), slots, strict=False)
         for form in (own, own.value)
     }
-    found = [kept.get(id(variable)) for variable in variables]
-    return [] if any(slot is None for slot in found) else found
+    found = tuple(kept.get(id(variable)) for variable in variables)
+    return () if any(slot is None for slot in found) else found
 
 
 def movable_slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
