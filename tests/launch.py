@@ -93,9 +93,6 @@ def _own_environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, [LEAN, ROOT, *FOLDERS])),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_DGC_TIMEOUT": "100",
-        # Horovod looks for work each millisecond by itself: a job that does nothing
-        # takes an eighth of a core.
-        "HOROVOD_CYCLE_TIME": "5",
         "PATH": _path(),
     }
 

@@ -16,12 +16,19 @@ import tensorflow as tf
 from tf_dgc import _host, optimizers
 from tf_dgc._host.shared import Table
 from tf_dgc.config import DownpourConfig
-from tf_dgc.exchanges.downpour import Downpouring, Kept, ServerStats, Trained
+from tf_dgc.exchanges.downpour import Downpouring, ServerStats
 from tf_dgc.servers import cluster as clusters
 from tf_dgc.servers import tables
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
-from tf_dgc.strategies import division, embeddings, files, randomness, slicing
+from tf_dgc.strategies import (
+    division,
+    embeddings,
+    files,
+    on_servers,
+    randomness,
+    slicing,
+)
 from tf_dgc.strategies.base import BaseStrategy, _of_several
 from tf_dgc.strategies.served import DownpourExtended
 from tf_dgc.transports import base
@@ -282,75 +289,17 @@ class DownpourStrategy(BaseStrategy):
         with tf.init_scope():
             tables = [v.name for v in variables if isinstance(v, Table)]
             optimizers.refuse_unselected(optimizer, self._settings, tables)
-            self._warn(self._warnings_about(optimizer))
+            self._warn(
+                on_servers.warnings_about(optimizer, self._settings, self.workers)
+            )
             if self._settings.synchronous:
-                _host.hooks.clip_sums(optimizer)  # the mean is clipped, see `_of_all`
-            self._make.expect(self._trained(optimizer, variables))
+                _host.hooks.clip_sums(optimizer)  # the mean is, see `on_servers`
+            embeddings.check(optimizer, variables, self._settings)
+            args = self._settings, self.extended, self.twins
+            self._make.expect(on_servers.moved(optimizer, variables, *args))
             self._current = self._ledger.of(optimizer, variables, momentum)
             if optimizer.use_ema:
                 _host.keras.take_averages(optimizer, lambda: self.extended.running)
-
-    def _trained(self, optimizer: Any, variables: Sequence[Any]) -> Trained:
-        embeddings.check(optimizer, variables, self._settings)
-        wrapped = {id(v.value): v for v in _host.keras.variables_of(optimizer)}
-        elementwise = optimizers.is_elementwise(optimizer)
-        whole = [
-            not elementwise
-            or getattr(wrapped.get(id(v)), "constraint", None) is not None
-            for v in variables
-        ]
-        mine = {id(v) for v in variables}
-        kept = []
-        # With compression momentum is each worker's own.
-        compressed = self._settings.compression is not None
-        own = getattr(optimizer, "momentums", []) if compressed else []
-        for slot in _host.keras.movable_slots_of(optimizer):
-            if any(slot is each for each in own):
-                continue
-            beside = self.extended.slots.get(_host.shared.identity_of(slot.value))
-            if beside is None or id(beside) in mine:
-                move = _host.keras.mover_of(slot)
-                kept.append(Kept(beside, slot.value, move))
-        layers = [reference() for reference in self.extended.layer_variables]
-        others = [v for v in layers if v is not None and id(v) not in mine]
-        others = [v for v in others if self.twins.of(v) is None]
-        steps, per_push = _host.keras.step_counter_of(optimizer)
-        overwritten = bool(self._overwritten_by(optimizer))
-        return Trained(kept, whole, others, steps, per_push, overwritten)
-
-    def _warnings_about(self, optimizer: Any) -> list[str]:
-        momentum = optimizers.momentum_of(optimizer, 1.0)
-        alone = self.workers == 1 and self._settings.fetch_period == 1
-        if self._settings.compression is not None:
-            found = self._overwritten_by(optimizer)
-            return (
-                [
-                    f"{optimizer.name}: {', '.join(found)} changes all elements on the "
-                    "servers in each push, so that what is fetched is not compressed"
-                ]
-                if found
-                else []
-            )
-        in_step = self._settings.synchronous or self._settings.max_staleness == 0
-        if alone or in_step:
-            return []
-        if momentum is None or not momentum.factor:
-            return []
-        return [
-            f"{optimizer.name}: momentum={momentum.factor:g} on the servers and "
-            "gradients that come late: the largest learning rate that is stable is "
-            "many times smaller than on one worker. Use momentum=0, Adagrad or Adam, "
-            "or a rate by the table in docs/downpour.md"
-        ]
-
-    def _overwritten_by(self, optimizer: Any) -> list[str]:
-        """Say what changes all elements in each push."""
-        names = ["weight_decay"]
-        names += ["ema_overwrite_frequency"] if optimizer.use_ema else []
-        found = [f"{n}={v}" for n in names if (v := getattr(optimizer, n, None))]
-        if any(v.constraint is not None for v in _host.keras.variables_of(optimizer)):
-            found.append("constraints")
-        return found
 
     def at_push(self, do: Callable[[], None]) -> None:
         """Do something in the steps that push; once, where they are of all workers."""
@@ -379,9 +328,11 @@ class DownpourStrategy(BaseStrategy):
             def do(factor: tf.Tensor, means: Any = None) -> None:
                 for each in before:
                     each()
-                of = pairs if means is None else self._of_all(optimizer, pairs, means)
+                of = pairs
+                if means is not None:
+                    of = on_servers.of_all(optimizer, pairs, means)
                 update(of, rate * tf.cast(factor, rate.dtype))
-                self._after(optimizer)
+                on_servers.finish(optimizer, self.extended, self.twins)
 
             exchange.push(do)
 
@@ -392,43 +343,6 @@ class DownpourStrategy(BaseStrategy):
                 twins = self.twins
                 tf.cond(twins.changed.read_value(), twins.give, lambda: None)
             super().exchange_and_update(optimizer, used, learning_rate, push)
-
-    @staticmethod
-    def _of_all(optimizer: Any, pairs: list[Any], means: list[Any]) -> list[Any]:
-        """Return pairs with what all workers computed in the place of gradients."""
-        if optimizers.clipping_of(optimizer):
-            means = _host.hooks.clipped(optimizer, [mean.joined() for mean in means])
-        return list(zip(means, [variable for _, variable in pairs], strict=True))
-
-    def _after(self, optimizer: Any) -> None:
-        """Average, overwrite and constrain, on the servers, as Keras does."""
-        do = self.extended.on_servers
-        found = [
-            (i, variable, twin)
-            for i, variable in enumerate(_host.keras.variables_of(optimizer))
-            if (twin := self.twins.of(variable.value)) is not None
-        ]
-        if optimizer.use_ema:
-            for i, _, twin in found:
-                do(twin, functools.partial(_host.keras.update_average, optimizer, i))
-            self._overwrite(optimizer, [(i, twin) for i, _, twin in found])
-        for _, variable, twin in found:
-            if variable.constraint is not None:
-                do(twin, functools.partial(_constrain, variable.constraint))
-
-    def _overwrite(self, optimizer: Any, twins: Sequence[tuple[int, Any]]) -> None:
-        """Replace what is trained by its average, where it is time."""
-        period = optimizer.ema_overwrite_frequency
-        if not period:
-            return
-        averages = _host.keras.averages_of(optimizer)
-
-        def overwrite() -> None:
-            for i, twin in twins:
-                assign = functools.partial(_assign, averages[i])
-                self.extended.on_servers(twin, assign)
-
-        tf.cond((optimizer.iterations + 1) % period == 0, overwrite, lambda: None)
 
     # Meeting.
 
@@ -533,14 +447,6 @@ class DownpourStrategy(BaseStrategy):
         )
         if self._fitted is not None:
             self._fitted.stop_training = True
-
-
-def _constrain(constraint: Any, twin: Any) -> None:
-    twin.assign(constraint(tf.convert_to_tensor(twin)))
-
-
-def _assign(value: Any, twin: Any) -> None:
-    twin.assign(value)
 
 
 @functools.cache
