@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tell of failures where the terminal is; let Horovod's workers wait quietly."""
     # By itself Horovod asks all workers for work each millisecond, and takes an eighth
     # of a core for each of them.
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "20")
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(_Told(terminal))
