@@ -286,14 +286,18 @@ def compressed() -> dict[str, Any]:
     _, y = data(100)
     x = np.random.default_rng(6).normal(size=(100, 12)).astype("float32")
 
-    def trained(**options: Any) -> keras.Model:
+    def trained(so_far: float = 0.0, **options: Any) -> keras.Model:
         keras.utils.set_random_seed(7)
         sgd = keras.optimizers.SGD(0.05, momentum=0.9, **options)
         model = compiled(perceptron(20), sgd)
+        sgd.build(model.trainable_variables)
+        for slot in sgd.momentums:  # as of a model that was loaded
+            slot.assign(tf.fill(slot.shape, so_far))
         model.fit(x, y, batch_size=10, verbose=0)
         return model
 
     kinds: list[dict[str, Any]] = [{"nesterov": True}, {"weight_decay": 0.1}]
+    kinds.append({"so_far": 0.01})
     plain = [trained(**kind).get_weights() for kind in kinds]
     settings = {"sparsity": 0.99, "warmup_steps": 16, "warmup_stages": [0.0]}
     settings |= {"min_elements": 1}
