@@ -58,7 +58,7 @@ def bare_update(elements: int) -> Callable[[], Any]:
     u, v = tf.Variable(tf.zeros([elements])), tf.Variable(tf.zeros([elements]))
     gradient = tf.random.stateless_normal([elements], [1, 2])
 
-    @tf.function(jit_compile=True)
+    @tf.function(autograph=False, jit_compile=True)
     def update(gradient: tf.Tensor) -> None:
         u.assign(MOMENTUM * u + gradient)
         v.assign_add(u)

@@ -11,6 +11,7 @@ import tf_dgc
 from tf_dgc.transports.base import Transport
 
 TIMEOUT_SECONDS = 60.0
+_DEVICE = "/device:CPU:0"
 _GATHERED = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 
 
@@ -85,7 +86,7 @@ class Loopback(Transport):
         self.hub = hub
         self.rank = rank
         self.size = hub.size
-        self.device = "/device:CPU:0"
+        self.device = _DEVICE
         self.sent: list[Sent] = []
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -175,7 +176,9 @@ def outcomes(size: int, work: Callable[[Loopback], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(Loopback(hub, rank))
+            # Threads that run eagerly on one GPU get each other's tensors.
+            with tf.device(_DEVICE):
+                found[rank] = work(Loopback(hub, rank))
         except Exception as error:
             found[rank] = error
         finally:

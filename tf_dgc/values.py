@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_SMALL = 2**14  # elements
+
 
 def mapped(fn: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
     """Apply a function to a tensor, or to the values of IndexedSlices.
@@ -154,4 +156,15 @@ def first_nonfinite(
 
 def half_square(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return half the sum of all squares, in float32, where it may overflow."""
-    return tf.add_n([tf.nn.l2_loss(tf.cast(part, tf.float32)) for part in tensors])
+    parts = [tf.cast(part, tf.float32) for part in tensors]
+    small = [i for i, part in enumerate(parts) if _is_small(part)]
+    if len(small) > 1:
+        joined = tf.concat([tf.reshape(parts[i], [-1]) for i in small], axis=0)
+        parts = [*(p for i, p in enumerate(parts) if i not in small), joined]
+    return tf.add_n([tf.nn.l2_loss(part) for part in parts])
+
+
+def _is_small(part: tf.Tensor) -> bool:
+    """Tell whether a copy takes less time than one operation more."""
+    size = part.shape.num_elements()
+    return size is not None and size <= _SMALL

@@ -119,7 +119,8 @@ class AuditTest(tf.test.TestCase):
         self.assertEmpty(placement.unwanted(audited(both, ([5], tf.float32))))
 
     def test_a_function_that_copies_a_variable_is_told(self) -> None:
-        variable = tf.Variable(tf.zeros([30]))
+        with tf.device("CPU:0"):
+            variable = tf.Variable(tf.zeros([30]))
 
         def shorter(value: tf.Tensor) -> tf.Tensor:
             return value + 1.0

@@ -315,6 +315,15 @@ class CompiledTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(model.get_weights()[0], before[0])
         self.assertEqual(int(model.optimizer.iterations), 0)
 
+    def test_compression_is_refused_on_one_worker_too(self) -> None:
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+        config = tf_dgc.DGCConfig(min_elements=1)
+        optimizer = hvd.DistributedOptimizer(sgd, config, over=LocalTransport())
+        model = linear(optimizer, jit_compile=True)
+        with self.assertRaisesRegex(ValueError, "`jit_compile` must be False"):
+            model.fit(X, Y, verbose=0)
+        self.assertEqual(int(model.optimizer.iterations), 0)
+
     def test_a_tape_in_a_compiled_function_is_refused(self) -> None:
         variable = tf.Variable([1.0, 2.0])
 

@@ -519,8 +519,10 @@ class GpuTest(parameterized.TestCase, tf.test.TestCase):
             ):
                 collective.implementation()
         with mock.patch.dict("os.environ", {name: "nccl"}):
-            with self.assertRaisesRegex(ValueError, "sees none. Received: TF_DGC_COLL"):
-                collective.implementation()
+            error = "sees none. Received: TF_DGC_COLL"
+            with mock.patch.object(tf.config, visible, return_value=[]):
+                with self.assertRaisesRegex(ValueError, error):
+                    collective.implementation()
             with mock.patch.object(tf.config, visible, return_value=["g0"]):
                 self.assertEqual(collective.implementation(), known.NCCL)
 

@@ -120,6 +120,15 @@ def subtract(
     return [tensor - part for tensor, part in zip(tensors, parts, strict=True)]
 
 
+def of_blocks(layout: Layout) -> tf.Tensor:
+    """Return which tensor each block of an arena is of, shape [B], int32."""
+    begins = [segment.offset // BLOCK for segment in layout.segments]
+    begins = tf.constant(begins, tf.int32, [len(begins), 1])
+    marks = tf.scatter_nd(begins, tf.ones([begins.shape[0]]), [layout.size // BLOCK])
+    # A sum that GPUs do for floats alone.
+    return tf.cast(tf.cumsum(marks) - 1.0, tf.int32)
+
+
 def bounds(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
     """Find the segments among positions, shape [K], int64, ascending.
 

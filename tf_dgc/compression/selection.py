@@ -240,9 +240,7 @@ def select(
         Positions in the arena, ascending: shape [C'], int64, C' <= K; and what is
         there, shape [C'], float32.
     """
-    counts = [-(-segment.size // BLOCK) for segment in layout.segments]
-    filled = [tf.fill([count], threshold[i]) for i, count in enumerate(counts)]
-    of_block = tf.concat(filled, axis=0) if filled else tf.zeros([0])
+    of_block = tf.gather(threshold, arenas.of_blocks(layout))
     # From blocks to lines to elements; a NaN is no reason to pass over its line.
     by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
     blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]

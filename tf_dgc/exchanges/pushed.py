@@ -84,8 +84,9 @@ class Pushed:
         # u and v are then steps of SGD, not gradients.
         self._corrects = config.momentum_correction and momentum is not None
         with_velocity = bool(self._corrects and momentum and momentum.factor)
-        zeros = [tf.zeros([each.size]) for each in (self.layout, self._dense_layout)]
+        layouts = self.layout, self._dense_layout
         with tf.init_scope(), tf.device(device):
+            zeros = [tf.zeros([each.size]) for each in layouts]
             self.residual = own_variable(zeros[0], "dgc_residual")
             self.velocity, self.dense_velocity = (
                 own_variable(zero, "dgc_velocity") if with_velocity else None

@@ -233,7 +233,8 @@ class Means:
         self.ledger.parameters(owner, variables)
 
     def _refuse_xla(self) -> None:
-        if self.everybody.name != "local" and _host.tensorflow.compiled_by_xla():
+        exchanges = self.compressed or self.everybody.name != "local"
+        if exchanges and _host.tensorflow.compiled_by_xla():
             raise ValueError(
                 "`jit_compile` must be False: XLA cannot compile the exchange. "
                 "Received: jit_compile=True, from tf.function or model.compile, where "
