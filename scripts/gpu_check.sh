@@ -31,6 +31,12 @@ for workers in 1 2; do
     >"$out/digits$workers.txt" 2>"$out/digits$workers.log"
   grep -E "accuracy|sent per|weights" "$out/digits$workers.txt"
 done
+echo "Laws, units and transports"
+# Products rounded to 19 bits are no bug of this package.
+NVIDIA_TF32_OVERRIDE=0 python -m pytest -q -n 2 -m "not processes and not slow" \
+  tests/laws tests/unit
+NVIDIA_TF32_OVERRIDE=0 python -m pytest -q -n 2 --dist loadscope -m "not slow" \
+  tests/laws/test_transports.py tests/jobs/test_features.py
 echo "Placement of a step that ran"
 python scripts/gpu_placed.py 2>"$out/placed.log" | tee "$out/placed.txt"
 echo "Figures"

@@ -17,7 +17,13 @@ from tf_dgc.lab.kernels import Place, audit
 
 # Between them all that is traced differently; the others are nightly.
 FAST = "dgc"
-LONG = ("dense_embedding", "dense_split", "averaging_compressed", "horovod_nodes")
+LONG = (
+    "dense_embedding",
+    "dense_scaled",
+    "dense_split",
+    "averaging_compressed",
+    "horovod_nodes",
+)
 
 
 def audited(
@@ -97,6 +103,21 @@ class AuditTest(tf.test.TestCase):
         self.assertEqual({place.operation for place in found.missing}, {"Pad"})
         waiting = {place.operation for place in found.waiting}
         self.assertContainsSubset({"StatelessIf", "StatelessWhile"}, waiting)
+
+    def test_what_a_kernel_refuses_when_it_runs(self) -> None:
+        def summed(x: tf.Tensor) -> tf.Tensor:
+            return tf.raw_ops.CollectiveReduceV2(
+                input=x,
+                group_size=2,
+                group_key=1,
+                instance_key=1,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+            )
+
+        for dtype, missing in ((tf.int32, 1), (tf.int64, 0), (tf.float32, 0)):
+            self.assertLen(audited(summed, ([20], dtype)).missing, missing)
 
     def test_large_tensors_that_kernels_want_on_the_host(self) -> None:
         def first(x: tf.Tensor) -> list[tf.Tensor]:

@@ -233,8 +233,10 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
 
         real = self.on_workers(size, name, work, **settings)
         stacked = simulate.Stacked(size)
-        worker = Worker(stacked, OPTIMIZERS[name], config_of(**settings))
-        values, slots, residual = work(worker)
+        stacked.device = "/device:CPU:0"  # where the others are
+        with tf.device(stacked.device):
+            worker = Worker(stacked, OPTIMIZERS[name], config_of(**settings))
+            values, slots, residual = work(worker)
         for one, two in zip([*values, *slots], [*real[0][0], *real[0][1]], strict=True):
             self.assertAllEqual(one, two)
         self.assertAllEqual(residual, np.stack([each[2] for each in real]))

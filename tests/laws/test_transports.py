@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from loopback import run_workers
 
 from tf_dgc.transports import Transport
+from tf_dgc.transports.base import fuse
 from tf_dgc.transports.local import LocalTransport
 
 EAGER = [name for name in contract.CHECKS if name not in contract.NEEDS_GRAPHS]
@@ -31,6 +32,20 @@ class InThisProcess(parameterized.TestCase, tf.test.TestCase):
 
         found = run_workers(3, work)
         self.assertEqual(found, [[0, 1, 2], [10, 11, 12], [20, 21, 22]])
+
+    def test_no_sum_is_of_int32_which_gpus_refuse(self) -> None:
+        seen: list[tf.DType] = []
+
+        def reduce(vector: tf.Tensor) -> tf.Tensor:
+            seen.append(vector.dtype)
+            return 2 * vector
+
+        own = [tf.constant([3, -(2**31)], dtype) for dtype in (tf.int32, tf.int64)]
+        found = fuse([*own, tf.constant(True)], reduce)
+        self.assertEqual(seen, [tf.int64])
+        self.assertAllEqual(found[0], own[0] + own[0])  # which wraps
+        self.assertAllEqual(found[1], 2 * own[1])
+        self.assertEqual(found[0].dtype, tf.int32)
 
 
 @pytest.mark.processes

@@ -76,8 +76,8 @@ class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
         own = Band(0, workers, form[axis], axis)
         seeded = initializer is not keras.initializers.Ones
         initializer = initializer(seed=4) if seeded else initializer()
-        # Blocks of a few rows.
-        with pytest.MonkeyPatch.context() as patch:
+        # Blocks of a few rows; a GPU rounds otherwise.
+        with pytest.MonkeyPatch.context() as patch, tf.device("CPU:0"):
             patch.setattr(draws, "_BLOCK", 8 * units)
             parts = [
                 draws.own_part(
@@ -89,7 +89,6 @@ class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
                 )
                 for rank in range(workers)
             ]
-        with tf.device("CPU:0"):  # a GPU rounds otherwise
             whole = np.asarray(initializer((rows, units), dtype="float32"))
         self.assertAllEqual(own.join(parts), whole)
         self.assertAllEqual(own._replace(rank=1).cut(whole), parts[1])

@@ -30,6 +30,10 @@ _WAITING = frozenset(
 )
 
 
+# Have a GPU kernel, which refuses these types when it runs.
+_REFUSED = {"CollectiveReduceV2": (tf.int32.as_datatype_enum,)}
+
+
 class Place(NamedTuple):
     """An operation, as far as it decides where it runs."""
 
@@ -189,6 +193,8 @@ def _gpu_kernels(operation: str) -> list[Any]:
 
 def _kernel(node: Any) -> Any | None:
     """Return the kernel that a GPU takes; None where there is none."""
+    if node.attr["T"].type in _REFUSED.get(node.op, ()):
+        return None
     for kernel in _gpu_kernels(node.op):
         if all(
             node.attr[each.name].type in each.allowed_values.list.type

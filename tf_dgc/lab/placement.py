@@ -175,9 +175,15 @@ _sgd = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
 _adam = keras.optimizers.Adam
 _dense = _by(lambda wire: DenseStrategy(transport=wire))
 
+
+def _scaled() -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(_sgd())
+
+
 STEPS: Mapping[str, Step] = {
     "dense": Step(_dense, _adam),
     "dense_embedding": Step(_dense, _sgd, True),
+    "dense_scaled": Step(_dense, _scaled),
     "dense_split": Step(_dense, _adam, split=True),
     "dgc": Step(_dgc(clip_norm=1.0), _sgd),
     "dgc_nesterov": Step(

@@ -218,7 +218,8 @@ def fuse(
     """Reduce any number of tensors with one call of `reduce` for each type.
 
     Args:
-        tensors: any shapes and types; small integers and bool travel as int64.
+        tensors: any shapes and types; integers and bool travel as int64, as TensorFlow
+            sums no int32 between GPUs.
         reduce: takes and returns a vector.
 
     Returns:
@@ -257,7 +258,7 @@ def _carrier(
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """Return the tensor in a type that every transport takes, and the way back."""
     dtype = tensor.dtype
-    if dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
+    if dtype in (tf.float16, tf.float32, tf.float64, tf.int64):
         return tensor, tf.identity
     carrier = tf.float32 if dtype.is_floating else tf.int64
     return tf.cast(tensor, carrier), lambda carried: tf.cast(carried, dtype)

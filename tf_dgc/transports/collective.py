@@ -36,7 +36,7 @@ _TOLD_CHARACTERS = 1_000
 _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
 # How the service on worker 0 names workers that are stopped or cut off.
 _SILENT = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
-_REDUCED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_REDUCED = (tf.float16, tf.float32, tf.float64, tf.int64)
 
 
 def implementation() -> tf.distribute.experimental.CommunicationImplementation:
