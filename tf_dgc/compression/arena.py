@@ -121,12 +121,12 @@ def subtract(
 
 
 def of_blocks(layout: Layout) -> tf.Tensor:
-    """Return which tensor each block of an arena is of, shape [B], int32."""
+    """Return which tensor each block of an arena is of, shape [B], int64."""
     begins = [segment.offset // BLOCK for segment in layout.segments]
     begins = tf.constant(begins, tf.int32, [len(begins), 1])
     marks = tf.scatter_nd(begins, tf.ones([begins.shape[0]]), [layout.size // BLOCK])
     # A sum that GPUs do for floats alone.
-    return tf.cast(tf.cumsum(marks) - 1.0, tf.int32)
+    return tf.cast(tf.cumsum(marks) - 1.0, tf.int64)
 
 
 def bounds(layout: Layout, positions: tf.Tensor) -> tf.Tensor:

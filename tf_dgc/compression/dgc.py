@@ -240,6 +240,11 @@ def send(
     else:
         nothing = tf.zeros([0], tf.int64), tf.zeros([0], forms[0].value_dtype)
         chosen = Selection(*nothing, tf.zeros([], tf.int32))
-    own = {"checksum": arena.checksum(layout), "step": step}
-    write = [functools.partial(message.pack, form, *chosen, **own) for form in forms]
-    return one_of(write, stage)
+
+    def write(form: message.Format) -> tf.Tensor:
+        checksum = arena.checksum(layout)
+        words = message.pack(form, *chosen, checksum=checksum, step=step)
+        return tf.bitcast(words, tf.float32)  # int32 leaves branches on the host
+
+    written = one_of([functools.partial(write, form) for form in forms], stage)
+    return tf.bitcast(written, tf.int32)
