@@ -130,13 +130,15 @@ def of_blocks(layout: Layout) -> tf.Tensor:
 
 
 def bounds(layout: Layout, positions: tf.Tensor) -> tf.Tensor:
-    """Find the segments among positions, shape [K], int64, ascending.
+    """Find the segments among positions, shape [..., K], int64, ascending.
 
     Returns:
-        Where each segment begins, and the last one ends: shape [T + 1], int64.
+        Where each segment begins, and the last one ends: shape [..., T + 1], int64.
     """
     offsets = [*(segment.offset for segment in layout.segments), layout.size]
-    return tf.searchsorted(positions, tf.constant(offsets, tf.int64), out_type=tf.int64)
+    wanted = tf.constant(offsets, tf.int64)
+    wanted = tf.broadcast_to(wanted, [*positions.shape[:-1], len(offsets)])
+    return tf.searchsorted(positions, wanted, out_type=tf.int64)
 
 
 def count_by_segment(layout: Layout, positions: tf.Tensor) -> tf.Tensor:

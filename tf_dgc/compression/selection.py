@@ -255,8 +255,10 @@ def select(
         best = strongest(candidates, values, layout, slots, step)
         return tf.gather(candidates, best), tf.gather(values, best)
 
-    slots = tf.convert_to_tensor(slots, tf.int64)
-    crowded = tf.size(candidates, tf.int64) > tf.reduce_sum(slots)
+    count = tf.size(candidates, tf.int64)  # which is on the host
+    with tf.device("CPU:0"):
+        slots = tf.convert_to_tensor(slots, tf.int64)
+        crowded = count > tf.reduce_sum(slots)
     found = tf.cond(crowded, kept, lambda: (candidates, values))
     for part in found:
         part.set_shape([None])

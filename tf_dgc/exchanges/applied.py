@@ -63,21 +63,27 @@ def _subtract(
         for device, own in by_device(weights).items()
     ]
 
+    bounds = arena.bounds(layout, total.positions)
+    turns = tf.reduce_max((bounds[:, 1:] - bounds[:, :-1] - 1) // rooms, axis=1) + 1
+    with tf.device("CPU:0"):
+        turns = tf.cast(turns, tf.int32)
+
     def look(rank: tf.Tensor, turn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         sent = Sparse(total.positions[rank], total.values[rank])
-        bounds = arena.bounds(layout, sent.positions)
-        begins = bounds[:-1] + turn * rooms
+        begins = bounds[rank, :-1] + tf.cast(turn, tf.int64) * rooms
         for device, own, windows in by:
             offsets = [layout.segments[i].offset for i in own]
             first = tf.gather(begins, own)
             found = selection.looked_into(windows, *sent, first, offsets)
             parts = [weights[i] for i in own]
             inplace.update(device, selection.subtract, parts, *found, windows.rooms)
-        more = tf.reduce_any(begins + rooms < bounds[1:])
-        return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
+        with tf.device("CPU:0"):
+            more = turn + 1 < turns[rank]
+            return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0)
 
     # One worker after the other, so that the weights have the same bits everywhere.
-    start = tf.zeros([], tf.int64), tf.zeros([], tf.int64)
+    # Of integers that TensorFlow keeps on the host, which knows when it is done.
+    start = tf.zeros([], tf.int32), tf.zeros([], tf.int32)
     tf.while_loop(lambda rank, _: rank < workers, look, start, parallel_iterations=1)
 
 

@@ -498,11 +498,12 @@ class Compressed(Exchange):
         Args:
             votes: of each worker 0, or the number of what is not, from 1: shape [N].
         """
-        ok = tf.reduce_all(votes == 0)
-        if self.config.nonfinite == "raise":
-            names = [*(v.name for v in self.variables), "the learning rate"]
-            with tf.control_dependencies([_refuse(votes, self.step, names)]):
-                ok = tf.identity(ok)
+        with tf.device("CPU:0"):
+            ok = tf.reduce_all(votes == 0)
+            if self.config.nonfinite == "raise":
+                names = [*(v.name for v in self.variables), "the learning rate"]
+                with tf.control_dependencies([_refuse(votes, ok, self.step, names)]):
+                    ok = tf.identity(ok)
         return ok
 
 
@@ -510,7 +511,9 @@ def _all_scaled(gradients: list[Any], factor: tf.Tensor) -> list[Any]:
     return [values.scaled(gradient, factor) for gradient in gradients]
 
 
-def _refuse(votes: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:
+def _refuse(
+    votes: tf.Tensor, ok: tf.Tensor, step: tf.Variable, names: list[str]
+) -> Any:
     """Raise InvalidArgumentError where a worker's gradient is not finite."""
 
     def told() -> list[Any]:
@@ -526,4 +529,4 @@ def _refuse(votes: tf.Tensor, step: tf.Variable, names: list[str]) -> Any:
             name,
         ]
 
-    return values.require(tf.reduce_all(votes == 0), told)
+    return values.require(ok, told)

@@ -24,8 +24,8 @@ class Told(NamedTuple):
     """Sums of dense gradients, and what workers told one another beside them."""
 
     gradients: list[Any]
-    nonfinite: tf.Tensor  # of each worker; shape [N], float32
-    factor: tf.Tensor  # of this worker's gradients; shape [], float32
+    nonfinite: tf.Tensor  # of each worker; shape [N], float32, on the host
+    factor: tf.Tensor  # of this worker's gradients; shape [], float32, on the host
     sent: tf.Tensor  # bytes and elements, shape [2], int64
 
 
@@ -57,24 +57,25 @@ def weighed_sum(
     # Not a product, in which what is not a number would take all seats.
     vote = tf.where(seats[..., tf.newaxis] > 0, row[..., tf.newaxis, :], 0.0)
     found = sums.dense(transport, gradients, name, [vote])
-    flags, *others = tf.unstack(found.votes[0], len(own), axis=-1)
-    if part is None:
-        return Told(found.gradients, flags, tf.ones([]), found.sent)
-    rates, weights = others
-    with tf.control_dependencies([_refuse_rates(rates, flags)]):
-        total = tf.reduce_sum(weights)
-    share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
-    whole = _all_scaled(found.gradients, share)
-    return Told(whole, flags, share * part.weight, found.sent)
+    with tf.device("CPU:0"):  # what is done next depends on them
+        flags, *others = tf.unstack(found.votes[0], len(own), axis=-1)
+        if part is None:
+            return Told(found.gradients, flags, tf.ones([]), found.sent)
+        rates, weights = others
+        with tf.control_dependencies([_refuse_rates(rates, flags)]):
+            total = tf.reduce_sum(weights)
+        share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
+        factor = share * part.weight
+    return Told(_all_scaled(found.gradients, share), flags, factor, found.sent)
 
 
 def _all_scaled(gradients: list[Any], scale: tf.Tensor) -> list[Any]:
     """Multiply gradients, where that changes them."""
     dense = [g for g in gradients if isinstance(g, tf.Tensor)]
     if dense:
-        dense = tf.cond(
-            scale == 1.0, lambda: dense, lambda: [scaled(g, scale) for g in dense]
-        )
+        with tf.device("CPU:0"):
+            same = scale == 1.0
+        dense = tf.cond(same, lambda: dense, lambda: [scaled(g, scale) for g in dense])
     found = iter(dense)
     return [
         next(found) if isinstance(g, tf.Tensor) else scaled(g, scale) for g in gradients

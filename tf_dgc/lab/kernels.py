@@ -30,6 +30,8 @@ _WAITING = frozenset(
 )
 
 
+# They are where the variable is.
+_OF_VARIABLES = frozenset(["ReadVariableOp", "VarHandleOp"])
 # Have a GPU kernel, which refuses these types when it runs.
 _REFUSED = {"CollectiveReduceV2": (tf.int32.as_datatype_enum,)}
 
@@ -50,7 +52,7 @@ class Audit(NamedTuple):
     copied: Mapping[Place, int]  # have one that wants large tensors on the host
     pinned: Mapping[Place, int]  # are on the host as the program says
     carried: Mapping[Place, int]  # of these, what reads or writes large tensors
-    waiting: Mapping[Place, int]  # of the others, what the host waits for
+    waiting: Mapping[Place, int]  # what the host waits for, or what makes it
 
 
 def audit(function: Any, large: int) -> Audit:
@@ -78,6 +80,8 @@ def audit(function: Any, large: int) -> Audit:
                 found["carried"][place] += 1
             if node.op in _WAITING and not body.is_decided_on_host(node):
                 found["waiting"][place] += 1
+        for node in body.fetched():
+            found["waiting"][Place(node.op, _types(node))] += 1
     kinds = Audit._fields[2:]
     return Audit(operations, compiled, *(dict(found[kind]) for kind in kinds))
 
@@ -150,6 +154,18 @@ class _Body:
         source = self.nodes.get(_source(node.input[0]))
         return source is not None and (_is_pinned(source) or source.op == "Const")
 
+    def fetched(self) -> Iterator[Any]:
+        """Yield for each tensor that the host reads from the GPU the node it is of."""
+        seen: set[str] = set()
+        for node in self.nodes.values():
+            if not _is_pinned(node) or node.op in STRUCTURE:
+                continue
+            for tensor in set(node.input) - seen:
+                source = self.nodes.get(_source(tensor))
+                if source is not None and not _is_on_host(source):
+                    seen.add(tensor)
+                    yield source
+
     def _size(self, tensor: str) -> int:
         """Return the elements of "node", "node:3" or "node:output:3"."""
         name, *rest = tensor.split(":")
@@ -176,6 +192,15 @@ def _called(node: Any) -> Iterator[str]:
 
 def _is_pinned(node: Any) -> bool:
     return node.device.upper().endswith("CPU:0")
+
+
+def _is_on_host(node: Any) -> bool:
+    """Tell whether what a node returns is in the host's memory, or nobody's."""
+    if _is_pinned(node) or node.op in STRUCTURE or node.op in _OF_VARIABLES:
+        return True
+    kernel = _kernel(node)
+    results = {each.name for each in _host.tensorflow.op_def(node.op).output_arg}
+    return kernel is None or results <= set(kernel.host_memory_arg)
 
 
 def _types(node: Any) -> str:

@@ -96,7 +96,8 @@ class FirstTargets:
             require(alike, lambda: [text, found], summarize=-1)
 
         with tf.control_dependencies(of):
-            compared = self.compared.read_value()
+            with tf.device("CPU:0"):
+                compared = self.compared.read_value()
             tf.cond(compared, lambda: None, gather)
 
 

@@ -51,7 +51,8 @@ class Share:
         self._local = local
         self.clips_sum = clips_sum
         own = tf.VariableSynchronization.NONE
-        with tf.init_scope(), tf.device(transport.device):
+        # What is done next depends on them.
+        with tf.init_scope(), tf.device("CPU:0"):
             self._rows, self._counted, self._usual = (
                 tf.Variable(value, trainable=False, synchronization=own)
                 for value in (1.0, 1.0, 0.0)
@@ -315,7 +316,9 @@ class Share:
                 "numbers count then differ from one worker's"
             )
         self._meet()
-        return Part(rate, self._weight() / self._usual.read_value(), whole)
+        with tf.device("CPU:0"):
+            weight = self._weight() / self._usual.read_value()
+        return Part(rate, weight, whole)
 
     def _meet(self) -> None:
         """Agree in the first step on what is usual, so that weights are about 1."""
@@ -324,7 +327,7 @@ class Share:
             found = self._transport.all_gather(self._rows.read_value(), "usual_rows")
             self._usual.assign(tf.maximum(tf.reduce_max(found), 1.0))
 
-        with tf.device("CPU:0"):  # where it is, and where what is to be done is chosen
+        with tf.device("CPU:0"):
             unknown = self._usual == 0.0
         tf.cond(unknown, gather, lambda: None)
 
