@@ -46,6 +46,22 @@ class StepTest(StepCase):
     def test_stays_on_the_gpu(self) -> None:
         self.assert_stays(FAST)
 
+    def test_what_the_host_waits_for_is_known(self) -> None:
+        def waits(name: str) -> dict[str, int]:
+            counts: dict[str, int] = {}
+            function = placement.trace(placement.STEPS[name])
+            for place, count in audit(function, placement.LARGE).waiting.items():
+                counts[place.operation] = counts.get(place.operation, 0) + count
+            return counts
+
+        # What workers tell one another, the vector of the reduction; and, in the first
+        # step and every so many, whether they are alike.
+        self.assertEqual(waits("dense"), {"Reshape": 1, "If": 2})
+        # Where a step of DGC waits docs/performance.md says; the sums are of figures of
+        # messages. Three of the lists are made only where too many elements pass.
+        dgc = {"AddV2": 2, "If": 3, "Reshape": 1, "StatelessIf": 2, "Where": 7}
+        self.assertEqual(waits(FAST), {**dgc, "While": 1})
+
 
 @pytest.mark.long
 class LongStepTest(StepCase):

@@ -127,8 +127,9 @@ class Ledger:
         update = exchange.gradients(known, taken_over, part)
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
-        sent_bytes, sent_elements = tf.unstack(update.sent)
-        figures = tf.stack([sent_bytes, size, sent_elements, elements])
+        with tf.device("CPU:0"):
+            sent_bytes, sent_elements = tf.unstack(update.sent)
+            figures = tf.stack([sent_bytes, size, sent_elements, elements])
         exchange.counters.record(figures)
         return update
 

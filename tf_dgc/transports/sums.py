@@ -58,7 +58,9 @@ def dense(
             elements += tf.size(gradient.values, tf.int64)
             for part in (gradient.values, gradient.indices):
                 size += tf.size(part, tf.int64) * part.dtype.size
-    return Summed(summed, reduced[len(tensors) :], tf.cast([size, elements], tf.int64))
+    with tf.device("CPU:0"):
+        sent = tf.cast([size, elements], tf.int64)
+    return Summed(summed, reduced[len(tensors) :], sent)
 
 
 class Sparse(NamedTuple):
