@@ -76,6 +76,7 @@ _POLL_SECONDS = 0.05
 _LEFT_SECONDS = 10.0  # helpers of a launcher end after it
 # Where much else runs, workers may not even meet within so short a timeout.
 _TRIALS, _NEVER = 2, "no fault came"
+_RAISED = "ArithmeticError: "  # by fault.py
 _LINE = re.compile(r"\[(\d+)\](?:<std(?:err|out)>:| )(.*)")
 # What TensorFlow puts around a message.
 _LOGGED = re.compile(
@@ -381,18 +382,24 @@ class _Job:
         return text[-2000:]
 
     def _said(self) -> str:
-        """Returns the line of the other, else of the launcher, that tells who."""
+        """Returns the line of the other, else of the launcher, that tells who.
+
+        Of what is raised tells, under horovodrun, who has met it as well: it ends the
+        others as soon as one of them ends, and names the first of two by chance.
+        """
         found, pattern = [], says(self._case.way, self._rank)
+        alone = self._case.kind == "raise" and self._case.way in ("horovod", "hybrid")
         for line in (self._folder / "output").read_text(errors="replace").splitlines():
             of = _LINE.match(line)
             rank, text = (int(of[1]), of[2]) if of else (None, line)
-            if rank != self._rank and pattern.search(text):
+            own = rank == self._rank
+            if (alone and _RAISED in text) if own else pattern.search(text):
                 said = _LOGGED.sub("", text).strip()
                 plain = bool(
                     re.search("No longer reachable|failed:|did not come", said)
                 )
-                found.append((rank is None, not plain, said))
-        return min(found, key=lambda each: each[:2])[2] if found else ""
+                found.append((own, rank is None, not plain, said))
+        return min(found, key=lambda each: each[:3])[3] if found else ""
 
 
 def _start(
