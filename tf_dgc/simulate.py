@@ -83,7 +83,7 @@ def for_each_worker(fn: Callable[[Any], Any], workers: int) -> Any:
     if workers == 1:
         return tf.nest.map_structure(lambda one: one[tf.newaxis], first)
     rest = tf.map_fn(
-        fn,
+        tf.autograph.experimental.do_not_convert(fn),  # graphs already
         tf.range(1, workers),
         fn_output_signature=tf.nest.map_structure(tf.TensorSpec.from_tensor, first),
         parallel_iterations=1,

@@ -193,6 +193,7 @@ class SharesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual([record.step for record in taken], [4])
 
 
+@pytest.mark.processes
 class WithoutHorovodTest(tf.test.TestCase):
     def test_the_import_says_what_is_missing(self) -> None:
         code = """

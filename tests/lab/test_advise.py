@@ -12,6 +12,7 @@ from unittest import mock
 
 import bench_network
 import keras
+import pytest
 import tensorflow as tf
 from ledgers import compressing, exchange
 from loopback import OWNER, Loopback, run_workers
@@ -203,6 +204,7 @@ class FormulaTest(tf.test.TestCase):
         self.assertEqual(reason, "DGC: no tensor is large enough to compress")
 
 
+@pytest.mark.long
 class TrafficTest(tf.test.TestCase):
     """The bytes of the predictions are those that synchronizers count."""
 

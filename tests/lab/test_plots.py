@@ -6,6 +6,7 @@ from unittest import mock
 import features
 import keras
 import matplotlib as mpl
+import pytest
 import tensorflow as tf
 
 import tf_dgc
@@ -25,6 +26,7 @@ def trained() -> keras.callbacks.History:
     return model.fit(features.batches(), epochs=3, verbose=0, callbacks=[stats])
 
 
+@pytest.mark.long
 class PlotsTest(tf.test.TestCase):
     def tearDown(self) -> None:
         super().tearDown()

@@ -45,6 +45,7 @@ class WithServers(Launched):
         return str(path)
 
 
+@pytest.mark.processes
 class ServersTest(WithServers):
     def test_workers_and_servers_find_each_other(self) -> None:
         script = self.script("""

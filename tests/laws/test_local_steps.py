@@ -13,6 +13,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from ledgers import built, compressing, flushed, local_step_of, only
@@ -116,6 +117,7 @@ def mean_gradient(step: int, size: int) -> list[np.ndarray]:
     return [sum(parts) for parts in zip(*each, strict=True)]
 
 
+@pytest.mark.long
 class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
     def on_workers(
         self, size: int, name: str, work: Callable[[Worker], Any], **settings: Any

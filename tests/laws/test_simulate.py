@@ -210,6 +210,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(found, tf.transpose(rows, [1, 0, 2]))
 
 
+@pytest.mark.long
 class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
     """As many operations for 2 workers as for 256, those that XLA compiles included."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import hypothesis
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import strategies as st
@@ -51,6 +52,7 @@ tensors = {
 }
 
 
+@pytest.mark.long
 class BudgetTest(parameterized.TestCase, tf.test.TestCase):
     @steady
     @hypothesis.given(**tensors)

@@ -12,6 +12,7 @@ from unittest import mock
 import keras
 import launch
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from loopback import Hub, Loopback, outcomes, run_workers
@@ -271,6 +272,7 @@ class TrainsAloneTest(parameterized.TestCase, tf.test.TestCase):
             self.assertTrue(hvd.optimizer.is_distributed(model.optimizer))
 
 
+@pytest.mark.long
 class CompiledTest(parameterized.TestCase, tf.test.TestCase):
     """XLA, which cannot compile an exchange."""
 
@@ -867,6 +869,7 @@ class NormalizationTest(tf.test.TestCase):
         self.assertEqual(copy.layers[0].momentum, 0.5)
 
 
+@pytest.mark.long
 class NamesTest(parameterized.TestCase, tf.test.TestCase):
     def test_names_are_pinned(self) -> None:
         self.assertEqual(hvd.__all__, sorted(hvd.__all__))

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -223,6 +224,7 @@ class UnselectedTest(tf.test.TestCase):
             optimizers.refuse_unselected(optimizer, settings, tables)
 
 
+@pytest.mark.long
 class WholeStepsTest(parameterized.TestCase, tf.test.TestCase):
     """With nonfinite="skip"."""
 

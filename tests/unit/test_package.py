@@ -185,6 +185,7 @@ class SurfaceTest(tf.test.TestCase):
         self.assertTrue((ROOT / "py.typed").exists())
 
 
+@pytest.mark.processes
 class ImportTest(tf.test.TestCase):
     def run_alone(self, code: str) -> str:
         """Run code in a process of its own; return the last line of its stderr."""

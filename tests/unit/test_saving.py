@@ -297,6 +297,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIsInstance(outcome, ValueError)
 
 
+@pytest.mark.long
 class FlushTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(workers=[1, 3], value_dtype=["float32", "log4"])
     def test_all_that_was_accumulated_has_been_sent_then(

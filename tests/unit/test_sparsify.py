@@ -1,6 +1,7 @@
 """Tests of the selection."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -385,6 +386,7 @@ class SampledThresholdsTest(tf.test.TestCase):
             self.assertAllEqual(positions(step), expected[0])
 
 
+@pytest.mark.long
 class PlanTest(tf.test.TestCase):
     @settings(steady, max_examples=10)
     @given(

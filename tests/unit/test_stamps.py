@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +122,7 @@ class HalvesTest(tf.test.TestCase):
         self.assertEqual(int(halves.cost(tf.size(low), 200_001)), size)
 
 
+@pytest.mark.long
 class StampsTest(tf.test.TestCase):
     @settings(deadline=None, derandomize=True, max_examples=15)
     @given(st.integers(0, 2**31), st.integers(1, 3))

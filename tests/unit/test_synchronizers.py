@@ -858,6 +858,7 @@ def linear_gradients(
     return tape.gradient(loss, weights)
 
 
+@pytest.mark.long
 class LawTest(parameterized.TestCase, tf.test.TestCase):
     FEATURES, TARGETS = 12, 8
 
