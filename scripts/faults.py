@@ -172,6 +172,26 @@ def says(way: str, rank: int) -> re.Pattern[str]:
     return re.compile(who + known.get(way, ""))
 
 
+def said_in(text: str, case: Case, rank: int) -> str:
+    """Returns the line that tells who: of another worker, else of the launcher.
+
+    Where both end at once, horovodrun may name another than the rank that has raised,
+    and end that before the others say who it was: then its own error counts.
+    """
+    found, pattern = [], says(case.way, rank)
+    blamed = re.search(r"^Terminating .* after failure of Process (\d+)", text, re.M)
+    wrongly = case.kind == "raise" and blamed is not None and int(blamed[1]) != rank
+    for line in text.splitlines():
+        of = _LINE.match(line)
+        teller, rest = (int(of[1]), of[2]) if of else (None, line)
+        own = teller == rank
+        if (wrongly and rest.startswith(_RAISED)) if own else pattern.search(rest):
+            said = _LOGGED.sub("", rest).strip()
+            plain = bool(re.search("No longer reachable|failed:|did not come", said))
+            found.append((own, teller is None, not plain, said))
+    return min(found, key=lambda each: each[:3])[3] if found else ""
+
+
 def run(case: Case, timeout: float, rank: int = 1) -> Outcome:
     """Runs a case to its end, and ends what is left of it.
 
@@ -292,7 +312,8 @@ class _Job:
         own = case.kind == "terminate" and case.way in ("horovod", "hybrid")
         if not own and not all(self._expected_codes()):
             problems.append(f"exit status {self._codes()}")
-        said = self._said()
+        text = (self._folder / "output").read_text(errors="replace")
+        said = said_in(text, case, self._rank)
         if case.kind not in SIGNALS and not said:
             problems.append("nobody said why and who")
         return Outcome(case, seconds, self._codes(), said, problems)
@@ -380,26 +401,6 @@ class _Job:
     def _tail(self) -> str:
         text = (self._folder / "output").read_text(errors="replace")
         return text[-2000:]
-
-    def _said(self) -> str:
-        """Returns the line of the other, else of the launcher, that tells who.
-
-        Of what is raised tells, under horovodrun, who has met it as well: it ends the
-        others as soon as one of them ends, and names the first of two by chance.
-        """
-        found, pattern = [], says(self._case.way, self._rank)
-        alone = self._case.kind == "raise" and self._case.way in ("horovod", "hybrid")
-        for line in (self._folder / "output").read_text(errors="replace").splitlines():
-            of = _LINE.match(line)
-            rank, text = (int(of[1]), of[2]) if of else (None, line)
-            own = rank == self._rank
-            if (alone and _RAISED in text) if own else pattern.search(text):
-                said = _LOGGED.sub("", text).strip()
-                plain = bool(
-                    re.search("No longer reachable|failed:|did not come", said)
-                )
-                found.append((own, rank is None, not plain, said))
-        return min(found, key=lambda each: each[:3])[3] if found else ""
 
 
 def _start(

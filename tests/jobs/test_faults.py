@@ -62,6 +62,24 @@ class CasesTest(parameterized.TestCase):
                 self.assertEqual(faults.Case(*case).makes_sense, expected)
                 self.assertEqual(faults.Case(*case) in faults.product(), expected)
 
+    def test_who_tells(self) -> None:
+        own = "[1]<stderr>:ArithmeticError: what one rank met\n"
+        other = "[0]<stderr>:UnknownError: Worker 1 failed: ArithmeticError\n"
+        by_chance = "Terminating remaining workers after failure of Process 0.\n"
+        rightly = "Process 1 exit with status code 1.\n" + by_chance.replace("0", "1")
+        for kind, text, expected in (
+            ("raise", own + other + rightly, "UnknownError: Worker 1 failed"),
+            ("raise", own + rightly, "Process 1 exit"),
+            ("raise", own + by_chance, "ArithmeticError"),
+            ("raise", own, ""),  # nobody else has said anything
+            ("kill", own + by_chance, ""),
+            ("raise", by_chance, ""),
+        ):
+            case = faults.Case(kind, "hybrid", "split", "activations")
+            with self.subTest(text, kind=kind):
+                said = faults.said_in(text, case, 1)
+                self.assertEqual(said[: len(expected) or None], expected)
+
     def test_table(self) -> None:
         problem = outcome(seconds=None, problems=["the others went on"], codes=[0])
         lines = faults.table([outcome(), problem]).splitlines()

@@ -155,6 +155,15 @@ class AuditTest(tf.test.TestCase):
         self.assertIn("Sqrt T=float32 is pinned to", placement.unwanted(found)[0])
         self.assertEmpty(placement.unwanted(audited(both, ([5], tf.float32))))
 
+    def test_what_the_host_reads_from_the_gpu_makes_it_wait(self) -> None:
+        def both(x: tf.Tensor) -> tf.Tensor:
+            made, size = tf.exp(x), tf.size(x)  # TensorFlow has sizes on the host
+            with tf.device("CPU:0"):
+                return tf.sqrt(made) + tf.square(made) + tf.cast(size, tf.float32)
+
+        waiting = audited(both, ([20], tf.float32)).waiting
+        self.assertEqual(waiting, {Place("Exp", "T=float32"): 1})
+
     def test_a_function_that_copies_a_variable_is_told(self) -> None:
         with tf.device("CPU:0"):
             variable = tf.Variable(tf.zeros([30]))

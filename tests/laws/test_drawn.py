@@ -26,7 +26,7 @@ import pytest
 from absl.testing import parameterized
 from hypothesis import HealthCheck, given, settings
 
-FEW = 16
+FEW = 20
 _SOURCE = 600  # draws of which the few are taken
 # Of values that are around one. Products of bfloat16 are rounded before they are summed
 # over workers.
@@ -254,7 +254,7 @@ class DrawnScriptTest(parameterized.TestCase, unittest.TestCase):
     ) -> None:
         compared(script)
 
-    @named(FEW, 40)
+    @named(FEW, 2 * FEW)
     @pytest.mark.slow
     def test_so_they_do_with_more_scripts(self, script: dict[str, Any]) -> None:
         compared(script)
