@@ -78,6 +78,7 @@ def suspended_momentum(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         optimizer.momentum = momentum
 
 
+@tf.autograph.experimental.do_not_convert
 def check_function(function: Any) -> None:
     """Refuse a step, or an optimizer's update, that is not of Keras 3.
 

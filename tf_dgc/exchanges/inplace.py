@@ -4,13 +4,14 @@ TensorFlow's own operations would make copies, and its scattering takes six time
 long.
 """
 
-import threading
+import concurrent.futures
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 _MOST_COMPILED = 256
+_T = TypeVar("_T")
 
 
 class Form(NamedTuple):
@@ -43,19 +44,24 @@ def compiled() -> list[Compiled]:
 def own_variable(value: tf.Tensor, name: str) -> tf.Variable:
     """Create a variable of the worker's own, where the value is.
 
-    In a thread, as tf.function traces all of a step twice where it sees that a variable
-    is created, outside of its graph, too. A thread has no strategy either.
+    It has no strategy, and tf.function does not see that it is created.
     """
-    found: list[tf.Variable] = []
 
-    def create() -> None:
+    def create() -> tf.Variable:
         with tf.device(value.device):
-            found.append(tf.Variable(value, trainable=False, name=name))
+            return tf.Variable(value, trainable=False, name=name)
 
-    thread = threading.Thread(target=create)
-    thread.start()
-    thread.join()
-    return found[0]
+    return unseen(create)
+
+
+def unseen(create: Callable[[], _T]) -> _T:
+    """Return what a function creates in a thread, with variables of its own.
+
+    tf.function traces all of a step twice where it sees that a variable is created,
+    outside of its graph, too.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(create).result()
 
 
 def update(

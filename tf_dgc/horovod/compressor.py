@@ -58,6 +58,7 @@ class DGCCompressor:
         self._slots: list[tuple[Owner, _Form]] = []
         self._next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
+    @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Exchange a tensor; return what Horovod may reduce instead, and the mean.
 
@@ -85,6 +86,7 @@ class DGCCompressor:
             mean = tf.where(found.applies, mean, tf.zeros_like(mean))
         return tf.zeros([1], tensor.dtype), mean
 
+    @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: Any, mean: Any) -> Any:
         """Return the mean, once Horovod has reduced what it was given instead."""
         if mean is None:

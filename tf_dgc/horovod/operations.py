@@ -101,6 +101,7 @@ def _tensor(value: Any) -> Any:
     return value if sparse else tf.convert_to_tensor(value)
 
 
+@tf.autograph.experimental.do_not_convert
 def broadcast_variables(
     variables: Any,
     root_rank: int = 0,

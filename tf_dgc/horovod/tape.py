@@ -73,6 +73,7 @@ class DistributedGradientTape:
     def __exit__(self, *error: Any) -> None:
         self._tape.__exit__(*error)
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the means of the workers' gradients; see `tf.GradientTape.gradient`.
 

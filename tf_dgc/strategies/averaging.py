@@ -1,6 +1,5 @@
 """The strategy of parameter averaging."""
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from tf_dgc.config import ADAPTIVE, AveragingConfig
 from tf_dgc.exchanges import Averaging, Companions
 from tf_dgc.exchanges.averaged import Outer, settle
 from tf_dgc.exchanges.figures import RoundStats
+from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.strategies.base import BaseStrategy, constrain
 from tf_dgc.transports import Transport, resolve
 from tf_dgc.transports.mesh import Mesh
@@ -201,15 +201,19 @@ class ParameterAveragingStrategy(BaseStrategy):
         if optimizer in self._outer:
             return self._outer[optimizer]
         wanted = self._settings.outer_optimizer
-        inside = tf.distribute.get_strategy() is self
-        with contextlib.nullcontext() if inside else self.scope():
-            if callable(wanted):
-                outer = wanted()
-            elif isinstance(wanted, Mapping):
-                outer = keras.optimizers.deserialize(dict(wanted))
-            else:
-                outer = type(wanted).from_config(wanted.get_config())
-            outer.build(_host.keras.variables_of(optimizer))
+
+        def create() -> keras.optimizers.Optimizer:
+            with self.scope():
+                if callable(wanted):
+                    outer = wanted()
+                elif isinstance(wanted, Mapping):
+                    outer = keras.optimizers.deserialize(dict(wanted))
+                else:
+                    outer = type(wanted).from_config(wanted.get_config())
+                outer.build(_host.keras.variables_of(optimizer))
+            return outer
+
+        outer = unseen(create)
         own = [variable.value for variable in _host.keras.variables_of(optimizer)]
         optimizers.refuse_whole_tensors(outer, own, self._settings.compression)
         # Its gradients are the same on all workers.

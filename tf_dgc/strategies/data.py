@@ -180,6 +180,7 @@ def _own_rows(
     spec = dataset.element_spec
     random = tf.nest.pack_sequence_as(spec, provenance.random_parts(dataset))
 
+    @tf.autograph.experimental.do_not_convert
     def own_rows(*element: Any) -> Any:
         if note is not None and len(element) > 1:
             note(lambda: _known(element[1], random[1]))
@@ -192,6 +193,7 @@ def _all_rows(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Use up each batch in N steps."""
     spec = dataset.element_spec
 
+    @tf.autograph.experimental.do_not_convert
     def all_rows(*element: Any) -> tf.data.Dataset:
         ranks = tf.data.Dataset.range(size)
         return ranks.map(lambda r: rows_of(spec, element, r, size))
