@@ -235,7 +235,7 @@ class _Job:
         self._mark = f"TF_DGC_FAULTS={folder}".encode()
         tests = HERE.parent / "tests"
         worker = tests / "jobs" / "fault.py"
-        folders = HERE.parent, tests, worker.parent
+        folders = tests / "lean", HERE.parent, tests, worker.parent
         command = [sys.executable, str(worker), "--folder", str(folder)]
         command += ["--kind", case.kind, "--moment", case.moment, "--rank", str(rank)]
         command += ["--strategy", case.strategy, "--transport", WAYS[case.way]]

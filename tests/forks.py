@@ -1,4 +1,4 @@
-"""Scripts of tests start in forks of a process that has imported TensorFlow.
+"""Scripts of tests, and examples, start in forks of a process with TensorFlow in it.
 
 To import it, and Keras, takes longer than most of these scripts. Python runs
 `lean/sitecustomize.py` when it starts, and that `hand_over`: what would run the script
@@ -25,6 +25,7 @@ from typing import Any
 
 VARIABLE = "TF_DGC_TEST_FORKS"  # the socket of the server
 _TESTS = pathlib.Path(__file__).resolve().parent
+_EXAMPLES = _TESTS.parent / "examples"
 _PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
 
@@ -32,7 +33,7 @@ def hand_over() -> None:
     """Let a fork run this process's script; return where that cannot be."""
     told, arguments = os.environ.get(VARIABLE, ""), sys.orig_argv[1:]
     network, _, path = told.partition(" ")
-    if not arguments or not _is_of_tests(arguments[0]) or network != _network():
+    if not arguments or not _begins(arguments[0]) or network != _network():
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     with contextlib.suppress(OSError, ValueError):
@@ -40,8 +41,10 @@ def hand_over() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
-def _is_of_tests(script: str) -> bool:
-    return script.endswith(".py") and _TESTS in pathlib.Path(script).resolve().parents
+def _begins(script: str) -> bool:
+    """Tell whether it is one that forks run."""
+    folders = pathlib.Path(script).resolve().parents
+    return script.endswith(".py") and (_TESTS in folders or _EXAMPLES in folders)
 
 
 def _network() -> str:
@@ -61,7 +64,7 @@ def _wait(path: str, arguments: list[str]) -> None:
     """
     told = {
         "arguments": arguments,
-        "environment": {k: v for k, v in os.environ.items() if k != VARIABLE},
+        "environment": dict(os.environ),
         "path": sys.path,
         "folder": os.getcwd(),
     }
@@ -197,7 +200,11 @@ def _begun(asker: socket.socket) -> _Fork:
     os.environ.clear()
     os.environ.update(told.environment)
     sys.argv = told.arguments
-    sys.path[:] = [str(pathlib.Path(sys.argv[0]).parent.resolve()), *told.path]
+    own = pathlib.Path(sys.argv[0]).parent.resolve()
+    paths = [str(own), *told.path]
+    if own == _EXAMPLES:  # which need nothing of tests
+        paths = [each for each in paths if not each.startswith(str(_TESTS))]
+    sys.path[:] = paths
     for stream in (sys.stdout, sys.stderr):
         assert hasattr(stream, "reconfigure")
         stream.reconfigure(line_buffering=True)

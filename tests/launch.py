@@ -80,7 +80,8 @@ def launched(
         local = [sys.executable, str(ROOT / "scripts/run_local.py"), "-n", str(workers)]
         limit = ["--timeout", str(timeout)] if timeout else []
         return [*local, "--ps", str(servers), *limit, "--", *python]
-    return ["horovodrun", "-np", str(workers), *options, *python]
+    script = str(ROOT / "tests" / "horovodrun.py")
+    return [sys.executable, script, "-np", str(workers), *options, *python]
 
 
 def worker_environment() -> dict[str, str]:

@@ -32,7 +32,7 @@ _PREPARE_SECONDS = 60.0
 # From the error of one worker until those are given up that wait for it.
 _OTHERS_SECONDS = 20.0
 _END_SECONDS = 10.0
-_MOST_WORKERS = 4  # at a time: those of Horovod keep looking for work
+_MOST_WORKERS = 6  # at a time: those of Horovod keep looking for work
 _TAIL = 4000  # characters of what a worker printed
 
 

@@ -95,10 +95,12 @@ def product() -> Iterator[Case]:
 
 
 def named(cases: Iterable[Case]) -> Any:
-    """Return them in the order of places, so that few jobs live at a time."""
-    order = sorted(set(cases), key=lambda case: (case[1], case[0]))
+    """Return them with names in whose order, unittest's, one job follows another."""
     return parameterized.named_parameters(
-        *((f"{s}_{place[0]}_{place[1]}_{f}", s, place, f) for s, place, f in order)
+        *(
+            (f"{place[0]}_{place[1]}_{s}_{f}", s, place, f)
+            for s, place, f in sorted({*cases})
+        )
     )
 
 

@@ -3,6 +3,7 @@
 The cases of `front_ends.py` run once on two real workers; each test looks at some.
 """
 
+import itertools
 from typing import Any, ClassVar
 
 import keras
@@ -19,19 +20,26 @@ from tf_dgc.horovod import core
 from tf_dgc.transports.local import LocalTransport
 
 SCRIPT = str(launch.ROOT / "tests" / "jobs" / "front_ends.py")
+# As there, which only workers can import.
 CONFIGS = ("dense", "all", "tenth", "corrected")
+FEW = (
+    *(("dense", "plain"), ("all", "plain"), ("tenth", "plain")),
+    *(("dense", "momentum"), ("corrected", "momentum")),
+)
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(1000)
-class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
+class FrontEnds(parameterized.TestCase, tf.test.TestCase):
+    __test__ = False
+    arguments: ClassVar[tuple[str, ...]] = ()
     found: ClassVar[list[dict[str, Any]] | Exception]
 
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         launch.skip_without_horovod()
-        cls.found = launch.results_of(SCRIPT, launcher="horovod", timeout=900)
+        cls.found = launch.results_of(
+            SCRIPT, *cls.arguments, launcher="horovod", timeout=900
+        )
 
     def results(self, case: str) -> list[dict[str, Any]]:
         results = [worker[case] for worker in launch.checked(self.found)]
@@ -46,18 +54,42 @@ class FrontEndsTest(parameterized.TestCase, tf.test.TestCase):
             for own, theirs in zip(one["weights"], two["weights"], strict=True):
                 self.assertAllClose(own, theirs, 1e-5, 1e-5)
 
-    @parameterized.product(
-        front=("by_optimizer", "by_tape"),
-        config=CONFIGS,
-        optimizer=("plain", "momentum"),
-    )
-    def test_all_front_ends_train_alike(
+    def assert_trains_as_a_strategy(
         self, front: str, config: str, optimizer: str
     ) -> None:
         if (front, config, optimizer) == ("by_tape", "corrected", "momentum"):
             self.skipTest("a tape knows no momentum")
         case = f"{front} {config} {optimizer}"
         self.assert_same(case, f"by_strategy {config} {optimizer}")
+
+
+FRONTS = ("by_optimizer", "by_tape")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+class AllFrontEndsTest(FrontEnds):
+    __test__ = True
+    arguments = ("--all",)
+
+    @parameterized.product(front=FRONTS, config=CONFIGS, name=("plain", "momentum"))
+    def test_all_front_ends_train_alike(
+        self, front: str, config: str, name: str
+    ) -> None:
+        self.assert_trains_as_a_strategy(front, config, name)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(1000)
+class FrontEndsTest(FrontEnds):
+    __test__ = True
+
+    @parameterized.parameters(*itertools.product(FRONTS, FEW))
+    def test_all_front_ends_train_alike(
+        self, front: str, settings: tuple[str, str]
+    ) -> None:
+        self.assert_trains_as_a_strategy(front, *settings)
 
     @parameterized.parameters("all", "tenth")
     def test_horovods_own_tape_trains_alike_with_the_compressor(

@@ -18,7 +18,6 @@ def run_example(name: str, *arguments: str, workers: int = 2, **how: Any) -> lis
         *arguments,
         workers=workers,
         timeout=280,
-        environment={"PYTHONPATH": str(launch.ROOT)},
         **how,
     )
     if done.returncode:
