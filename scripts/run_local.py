@@ -50,12 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"`--ps` must be 0 or more. Received: --ps {options.ps}")
     if not command:
         parser.error("no command to run; write it behind `--`")
-    try:
-        job = Job("run_local", options.timeout, options.grace, options.ps)
-        return job.run(lambda attempt: start_here(command, options.n, options.ps))
-    except (FileNotFoundError, PermissionError) as error:
-        print(f"run_local: cannot start {command[0]}: {error}", file=sys.stderr)
-        return 127
+    job = Job("run_local", options.timeout, options.grace, options.ps)
+    return job.run(lambda attempt: start_here(command, options.n, options.ps))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ before it runs. Each line of output is prefixed with the worker's rank. When one
 fails, all are ended, and with `--restarts` the job is started again: it continues where
 its `BackupState` has its last backup. Ctrl-C and SIGTERM are passed on to all workers.
 The exit status is that of the first worker to fail, 128 + N for signal N; 124 where
-`--timeout` is out, 127 where the workers cannot be started.
+`--timeout` is out, 127 where the workers cannot be started. The pauses before restarts
+grow from one second to a minute; a script that is not there is not started again.
 
 `--ps M` starts M parameter servers, with the same script; their output is prefixed with
 ps0, ps1, ... Then a worker that fails ends no other, and with `--restarts` is started
@@ -31,9 +32,9 @@ from collections.abc import Sequence
 
 from tf_dgc.launcher import hosts, settings, workers
 from tf_dgc.launcher.job import Group, Job
+from tf_dgc.launcher.workers import Command
 
 NAME = "tf-dgc-run"
-_CANNOT_START = 127
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +118,7 @@ def _places(options: argparse.Namespace) -> list[hosts.Host]:
     return places
 
 
-def _command(options: argparse.Namespace) -> list[str]:
+def _command(options: argparse.Namespace) -> Command:
     """Return the command line of each worker."""
     script = options.script[options.script[:1] == ["--"] :]
     if not script:
@@ -133,12 +134,13 @@ def _command(options: argparse.Namespace) -> list[str]:
     if options.strategy is None and settled:
         raise ValueError("`--sparsity` and `--config` need `--strategy`")
     if options.no_python:
-        return list(script)
+        return Command(list(script))
     command = [sys.executable]
     if options.strategy is not None:
         chosen = settings.read(options.strategy, options.sparsity, options.config)
         command += ["-m", "tf_dgc.launcher.script", chosen.text()]
-    return [*command, *(["-m"] if options.module else []), *script]
+    words = [*command, *(["-m"] if options.module else []), *script]
+    return Command(words, script[0], options.module)
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -184,19 +186,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def start(attempt: int) -> Group:
         own = environment | {"TF_DGC_ATTEMPT": str(attempt)}
         if places[0].address == "localhost":
-            return workers.start_here(command, places[0].slots, options.ps, own)
+            command.require()
+            return workers.start_here(command.words, places[0].slots, options.ps, own)
         ssh = hosts.Ssh(options.ssh, options.grace, options.silence)
         passed = hosts.passed_on(os.environ) | own
         how = passed, ssh, lambda: job.received, options.ps
         return hosts.Hosts(command, places, *how)
 
-    try:
-        return job.run(start, options.restarts)
-    except (OSError, hosts.HostError) as error:
-        if job.received:
-            return 128 + job.received[0]
-        sys.stderr.write(f"{NAME}: {error}\n")
-        return _CANNOT_START
+    return job.run(start, options.restarts)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,17 @@ import threading
 import time
 from typing import Any
 
-from tf_dgc.launcher.workers import POLL_SECONDS, Workers, free_ports
+from tf_dgc.launcher.workers import (
+    POLL_SECONDS,
+    CannotStart,
+    Command,
+    NotThere,
+    Workers,
+    free_ports,
+)
 
-HELLO = b"tf_dgc.agent 2\n"
+HELLO = b"tf_dgc.agent 3\n"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOT_FOUND = 127
 
 
 class _Frames:
@@ -50,10 +56,14 @@ class _Orders:
     def __init__(self) -> None:
         self._rest = b""
         self._heard = time.monotonic()
+        self._early: list[dict[str, Any]] = []  # came with the one that was awaited
         self.ended = False
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
         """Wait so long for orders, and return those that came."""
+        if self._early:
+            early, self._early = self._early, []
+            return early
         if self.ended:
             time.sleep(seconds)
             return []
@@ -71,10 +81,11 @@ class _Orders:
             EOFError: none will come.
         """
         while not self.ended:
-            for order in self.read(POLL_SECONDS):
-                if "kill" not in order:
-                    return order
-                self.ended = True
+            if orders := self.read(POLL_SECONDS):
+                order, *self._early = orders
+                if "kill" in order:
+                    break
+                return order
         raise EOFError("The launcher has gone")
 
     def silent(self) -> float:
@@ -87,6 +98,7 @@ def main() -> int:
     received: list[int] = []
     for signum in _ENDING:
         signal.signal(signum, lambda number, _: received.append(number))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes
     os.write(1, HELLO)
     orders = _Orders()
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -99,18 +111,19 @@ def _serve(orders: _Orders, received: list[int]) -> None:
     _tell("ports", free_ports(count))
     order = orders.first()
     try:
+        command = Command(*order["command"])
+        command.require()
         workers = Workers(
-            order["command"],
+            command.words,
             order["environments"],
             names=order["names"],
             out=_Frames("out"),
             err=_Frames("err"),
         )
-    except OSError as error:
-        text = f"cannot start {order['command'][0]}: {error}\n".encode()
-        _Frames("err").write(text)
-        _tell("codes", [[0, _NOT_FOUND]] * count)
+    except CannotStart as error:
+        _tell("refused", [str(error), isinstance(error, NotThere)])
         return
+    _tell("started", True)
     lost = True
     try:
         lost = _watch(workers, orders, received, order["silence"])

@@ -12,8 +12,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from tf_dgc.launcher import agent
-from tf_dgc.launcher.workers import POLL_SECONDS, forward, labels, tf_config, write
+from tf_dgc.launcher import agent, output
+from tf_dgc.launcher.workers import (
+    POLL_SECONDS,
+    CannotStart,
+    Command,
+    NotThere,
+    labels,
+    tf_config,
+)
 
 # Of this process's environment, what workers elsewhere get.
 PASSED_ON = ("TF_", "KERAS_", "PYTHON", "OMP_")
@@ -23,10 +30,6 @@ _CLOSE_SECONDS = 10.0
 _BEAT_SECONDS = 0.5
 _LOST = 255  # as ssh ends where there is no connection
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+@)?([A-Za-z0-9_.-]+)(?::([0-9]+))?")
-
-
-class HostError(RuntimeError):
-    """Workers cannot be started on a host; the message names it."""
 
 
 class Host(NamedTuple):
@@ -75,7 +78,7 @@ class Hosts:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Command,
         hosts: Sequence[Host],
         environment: Mapping[str, str],
         ssh: Ssh,
@@ -93,51 +96,72 @@ class Hosts:
             servers: parameter servers; each on the next host, from the first on.
 
         Raises:
-            HostError: a host cannot be reached, or has no tf_dgc.
+            CannotStart: a host cannot be reached, or has no tf_dgc; `NotThere` where
+                it has no such script.
         """
         self._agents: list[_Agent] = []
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
         extra = [len(range(i, servers, len(hosts))) for i in range(len(hosts))]
-        try:
-            for host, count in zip(hosts, extra, strict=True):
-                self._agents.append(_Agent(host, environment, ssh, count))
-            self._wait_for_ports(give_up)
-        except BaseException:
-            self.kill()
-            raise
         # Of each task, its host and its number there.
         self._places = [(i, k) for i, h in enumerate(hosts) for k in range(h.slots)]
-        workers = len(self._places)
         for j in range(servers):
             i = j % len(hosts)
             self._places.append((i, hosts[i].slots + j // len(hosts)))
+        try:
+            for host, count in zip(hosts, extra, strict=True):
+                self._agents.append(_Agent(host, environment, ssh, count))
+            self._wait(lambda agent: bool(agent.ports), give_up)
+            self._order(command, environment, ssh, servers)
+            self._wait(lambda agent: agent.started, give_up)
+        except BaseException:
+            self.kill(give_up)
+            raise
+
+    def _order(
+        self,
+        command: Command,
+        environment: Mapping[str, str],
+        ssh: Ssh,
+        servers: int,
+    ) -> None:
+        """Let the agents start the tasks."""
         addresses = [
-            f"{hosts[i].address}:{self._agents[i].ports[k]}" for i, k in self._places
+            f"{self._agents[i].host.address}:{self._agents[i].ports[k]}"
+            for i, k in self._places
         ]
-        names = labels(workers, servers)
-        for i, each in enumerate(self._agents):
+        names = labels(len(addresses) - servers, servers)
+        for i, agent_there in enumerate(self._agents):
             tasks = [t for t, (host, _) in enumerate(self._places) if host == i]
             configs = [tf_config(addresses, task, servers) for task in tasks]
-            own = [dict(environment) | {"TF_CONFIG": text} for text in configs]
-            each.order(
-                command=list(command),
-                environments=own,
+            agent_there.order(
+                command=command,
+                environments=[
+                    dict(environment) | {"TF_CONFIG": text} for text in configs
+                ],
                 names=[names[task] for task in tasks],
                 grace=ssh.grace,
                 silence=ssh.silence,
             )
 
-    def _wait_for_ports(self, give_up: Callable[[], object]) -> None:
+    def _wait(
+        self, there: "Callable[[_Agent], bool]", give_up: Callable[[], object]
+    ) -> None:
+        """Wait for an answer of all agents."""
         deadline = time.monotonic() + _START_SECONDS
-        while not all(each.ports for each in self._agents):
+        while not all(map(there, self._agents)):
             for each in self._agents:
-                if not each.ports and (each.lost or time.monotonic() > deadline):
-                    raise HostError(
+                if each.refused is not None:
+                    text, final = each.refused
+                    kind = NotThere if final else CannotStart
+                    raise kind(f"{text}, on {each.host.name}")
+                late = time.monotonic() > deadline
+                if not there(each) and (each.lost or late):
+                    raise CannotStart(
                         f"cannot start workers on {each.host.name}: {each.obstacle()}"
                     )
             if give_up():
-                raise HostError("ended before all hosts were there")
+                raise CannotStart("ended before all hosts were there")
             time.sleep(POLL_SECONDS)
 
     def _beat(self) -> None:
@@ -162,13 +186,13 @@ class Hosts:
         i, k = self._places[task]
         return self._agents[i].again(k, environment)
 
-    def kill(self) -> None:
+    def kill(self, give_up: Callable[[], object]) -> None:
         """End what is left of every worker and of what was started to reach it."""
         for each in self._agents:
             each.order(kill=True)
         deadline = time.monotonic() + _CLOSE_SECONDS
         for each in self._agents:
-            each.close(deadline)
+            each.close(deadline, give_up)
         self._over.set()
 
 
@@ -180,11 +204,13 @@ class _Agent:
     ) -> None:
         self.host = host
         self.ports: list[int] = []
+        self.started = False
+        self.refused: tuple[str, bool] | None = None  # why, and whether for good
         count = host.slots + servers
         self._codes: list[int | None] = [None] * count
         self._starts = [0] * count
         self._done = self._closing = False
-        self._writing, self._codes_lock = threading.Lock(), threading.Lock()
+        self._ordering, self._codes_lock = threading.Lock(), threading.Lock()
         self._process = subprocess.Popen(
             _line(host, environment, ssh),
             stdin=subprocess.PIPE,
@@ -193,10 +219,14 @@ class _Agent:
             start_new_session=True,  # Ctrl-C is this launcher's to pass on
         )
         prefix = f"[{host.name}] ".encode()
-        err = self._process.stderr, sys.stderr.buffer, prefix
+        self._writing = False
         self._readers = [
             threading.Thread(target=self._read, args=(prefix,), daemon=True),
-            threading.Thread(target=forward, args=err, daemon=True),
+            threading.Thread(
+                target=output.forward,
+                args=(self._process.stderr, output.ERR, prefix),
+                daemon=True,
+            ),
         ]
         for reader in self._readers:
             reader.start()
@@ -224,7 +254,7 @@ class _Agent:
     def say(self, data: bytes) -> None:
         """Write to the agent, if it is there."""
         stream = self._process.stdin
-        with self._writing, contextlib.suppress(OSError, ValueError):
+        with self._ordering, contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 stream.write(data)
                 stream.flush()
@@ -252,16 +282,24 @@ class _Agent:
                 if starts == self._starts[task]:
                     self._codes[task] = code
 
-    def close(self, deadline: float) -> None:
-        """Wait for the agent's end, then end the connection."""
+    def close(self, deadline: float, give_up: Callable[[], object]) -> None:
+        """Wait for the agent's end, then end the connection.
+
+        Args:
+            deadline: for the agent; what it sends may take longer to write.
+            give_up: whether to wait no longer for that, either.
+        """
         self._closing = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(deadline - time.monotonic(), 0.1))
+        while self._process.poll() is None or self._readers[0].is_alive():
+            late = time.monotonic() > deadline and not self._writing
+            if late or (give_up() and time.monotonic() > deadline):
+                break
+            time.sleep(POLL_SECONDS)
         self._process.kill()
         self._process.wait()
         for reader in self._readers:
             reader.join(timeout=2)
-        with self._writing, contextlib.suppress(OSError):
+        with self._ordering, contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
@@ -271,23 +309,30 @@ class _Agent:
             if stream is not None:
                 self._read_frames(stream, prefix)
         except (ValueError, OSError) as error:
-            write(sys.stderr.buffer, prefix + f"{error}\n".encode())
+            output.ERR.write(prefix + f"{error}\n".encode())
         finally:
-            if self.ports and None in self._codes and not self._closing:
-                write(sys.stderr.buffer, prefix + b"the connection is lost\n")
+            if self.started and None in self._codes and not self._closing:
+                output.ERR.write(prefix + b"the connection is lost\n")
             self._done = True
 
     def _read_frames(self, stream: IO[bytes], prefix: bytes) -> None:
         while (line := stream.readline()) and line != agent.HELLO:
-            write(sys.stderr.buffer, prefix + line)
-        sinks = {"out": sys.stdout.buffer, "err": sys.stderr.buffer}
+            output.ERR.write(prefix + line)
+        sinks = {"out": output.OUT, "err": output.ERR}
         while line := stream.readline():
             kind, _, length = line.decode().partition(" ")
             content = stream.read(int(length))
             if kind in sinks:
-                write(sinks[kind], content)
+                self._writing = True
+                sinks[kind].write(content)
+                self._writing = False
             elif kind == "ports":
                 self.ports = json.loads(content)
+            elif kind == "started":
+                self.started = True
+            elif kind == "refused":
+                text, final = json.loads(content)
+                self.refused = str(text), bool(final)
             elif kind == "codes":
                 self._take(json.loads(content))
 

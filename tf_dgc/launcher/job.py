@@ -1,17 +1,20 @@
 """One job: it starts, is watched, ends as a whole, and may be started again."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tf_dgc.launcher.workers import POLL_SECONDS
+from tf_dgc.launcher import output
+from tf_dgc.launcher.workers import POLL_SECONDS, CannotStart, NotThere
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIMED_OUT = 124  # as of timeout(1)
-# A worker that fails for a server's end may be heard of before the server.
-_HEARD_SECONDS = 1.0
+CANNOT_START = 127  # as of a shell
+# A worker that fails for a server's end may be heard of before the server; therefore
+# the shortest pause, too.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_STEADY_SECONDS = 600.0
 
 
 class Group(Protocol):
@@ -31,8 +34,27 @@ class Group(Protocol):
             environment: what it has beside what it had.
         """
 
-    def kill(self) -> None:
-        """End what is left."""
+    def kill(self, give_up: Callable[[], object]) -> None:
+        """End what is left, and write the last of its output, or until `give_up()`."""
+
+
+class Pauses:
+    """Pauses before something is started again: each twice as long as the last.
+
+    What has run for ten minutes begins anew.
+    """
+
+    def __init__(self, now: float) -> None:
+        """Begin at a time, in seconds."""
+        self._pause, self._began = 0.0, now
+
+    def after_failure(self, now: float) -> float:
+        """Return the seconds to wait after a failure at this time."""
+        if now - self._began > _STEADY_SECONDS:
+            self._pause = 0.0
+        self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        self._began = now + self._pause
+        return self._pause
 
 
 class End(NamedTuple):
@@ -65,12 +87,15 @@ class Job:
             servers: how many of the tasks, the last ones, are parameter servers.
         """
         self.received: list[int] = []
-        self._name, self._timeout, self._grace = name, timeout, grace
+        output.NAME[0] = name
+        output.open_standard_files()
+        self._timeout, self._grace = timeout, grace
         self._servers = servers
         self._deadline = time.monotonic() + timeout if timeout else float("inf")
         for signum in _PASSED_ON:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, lambda number, _: self.received.append(number))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes
 
     def run(self, start: Callable[[int], Group], restarts: int = 0) -> int:
         """Run to the end; start again what fails.
@@ -81,23 +106,39 @@ class Job:
 
         Returns:
             The exit status to end with: 0, or that of the first worker to fail (128 + N
-            for signal N), 124 where the time is out.
+            for signal N), 124 where the time is out, 127 where they cannot be started.
         """
         self._restarts, self._again = restarts, 0
+        pauses = Pauses(time.monotonic())
         while True:
-            status = self._attempt(start)
-            over = self.received or status in (0, TIMED_OUT)
-            if over or self._again == restarts:
+            status, final = self._attempt(start)
+            if final or self._again == restarts:
                 return status
-            self._count("starting again")
+            pause = pauses.after_failure(time.monotonic())
+            self._count("starting again", f" in {pause:g} s")
+            end, over = None, time.monotonic() + pause
+            while time.monotonic() < over and (end := self._end_by_itself()) is None:
+                time.sleep(POLL_SECONDS)
+            if end is not None:
+                self._say(end.reason)
+                return end.status
 
-    def _count(self, text: str) -> None:
+    def _count(self, text: str, when: str = "") -> None:
         self._again += 1
-        self._say(f"{text}, {self._again} of {self._restarts}")
+        self._say(f"{text}, {self._again} of {self._restarts}{when}")
 
-    def _attempt(self, start: Callable[[int], Group]) -> int:
-        group = start(self._again)
-        self._failed: dict[int, float] = {}  # workers, since when
+    def _attempt(self, start: Callable[[int], Group]) -> tuple[int, bool]:
+        """Return the status, and whether the job is not to be started again."""
+        try:
+            group = start(self._again)
+        except CannotStart as error:
+            if self.received:
+                return 128 + self.received[0], True
+            self._say(str(error))
+            return CANNOT_START, isinstance(error, NotThere)
+        self._failed: dict[int, float] = {}  # workers, and when to start them again
+        self._pauses: dict[int, Pauses] = {}
+        self._began = time.monotonic()
         self._given_up: set[int] = set()
         while (end := self._end_of(group)) is None:
             time.sleep(POLL_SECONDS)
@@ -105,20 +146,27 @@ class Job:
             self._say(f"{end.reason}; ending all workers")
         sent = signal.Signals(self.received[0]) if self.received else signal.SIGTERM
         self._finish(group, sent)
-        return end.status
+        final = bool(self.received) or end.status in (0, TIMED_OUT)
+        return end.status, final
+
+    def _end_by_itself(self) -> End | None:
+        """Return how the job ends by a signal, or by the time."""
+        if self.received:
+            number = self.received[0]
+            return End(128 + number, f"received signal {number}")
+        if time.monotonic() > self._deadline:
+            return End(TIMED_OUT, f"no end after {self._timeout:g} seconds")
+        return None
 
     def _end_of(self, group: Group) -> End | None:
         """Return how the job ends, None where it goes on."""
         if self.received:
-            number = self.received[0]
-            return End(128 + number, f"received signal {number}")
+            return self._end_by_itself()
         codes = group.exit_codes()
         workers = codes[: len(codes) - self._servers]
         servers = codes[len(workers) :]
         end = self._apart(group, workers, servers) if servers else _together(workers)
-        if end is None and time.monotonic() > self._deadline:
-            return End(TIMED_OUT, f"no end after {self._timeout:g} seconds")
-        return end
+        return end or self._end_by_itself()
 
     def _apart(
         self,
@@ -136,8 +184,10 @@ class Job:
         now = time.monotonic()
         for rank, code in enumerate(workers):
             if code and rank not in self._given_up:
-                since = self._failed.setdefault(rank, now)
-                if now - since > _HEARD_SECONDS:
+                if rank not in self._failed:
+                    pauses = self._pauses.setdefault(rank, Pauses(self._began))
+                    self._failed[rank] = now + pauses.after_failure(now)
+                if now > self._failed[rank]:
                     self._replace(group, rank, code, needed=workers[0] != 0)
                 over = False
         return End(_status(workers[0] or 0)) if over else None
@@ -168,11 +218,11 @@ class Job:
                 if time.monotonic() > last or len(self.received) > seen:
                     break
                 time.sleep(POLL_SECONDS)
-        group.kill()
+        limit = self._deadline + self._grace
+        group.kill(lambda: len(self.received) > seen or time.monotonic() > limit)
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"{self._name}: {text}\n")
-        sys.stderr.flush()
+        output.ERR.note(text)
 
 
 def _together(workers: Sequence[int | None]) -> End | None:

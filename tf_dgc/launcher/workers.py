@@ -2,34 +2,26 @@
 
 import contextlib
 import ctypes
+import errno
+import importlib.util
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Protocol
+from typing import NamedTuple
+
+from tf_dgc.launcher import leftovers, output
+from tf_dgc.launcher.output import forward as forward  # for scripts that start others
 
 POLL_SECONDS = 0.05
+# Of a machine that has too much to do; it may pass.
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBSY)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# A line ends in newline or, as progress bars write it, in a lone carriage return;
-# whether a carriage return is alone shows with the byte after it.
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
-
-
-class Sink(Protocol):
-    """Where output goes."""
-
-    def write(self, data: bytes, /) -> object:
-        """Take whole lines."""
-
-    def flush(self) -> object:
-        """Let go of them."""
 
 
 # Below those that Linux gives to connections by itself: one of these could be taken
@@ -72,28 +64,6 @@ def labels(workers: int, servers: int = 0) -> list[str]:
     return [str(i) for i in range(workers)] + [f"ps{j}" for j in range(servers)]
 
 
-def forward(source: IO[bytes], target: Sink, prefix: bytes) -> None:
-    """Copy `source` to `target` line by line, each behind `prefix`."""
-    rest = b""
-    while chunk := os.read(source.fileno(), 65536):
-        rest += chunk
-        lines = _LINE.findall(rest)
-        rest = rest[sum(map(len, lines)) :]
-        write(target, b"".join(prefix + line for line in lines))
-    if rest:
-        write(target, prefix + rest + b"\n")
-
-
-def write(target: Sink, data: bytes) -> None:
-    """Write what is not mixed with what other threads write."""
-    with _write_lock, contextlib.suppress(BrokenPipeError):
-        target.write(data)
-        target.flush()
-
-
-_write_lock = threading.Lock()
-
-
 def _die_with_parent() -> Callable[[], None] | None:
     """Return what a worker runs first, so that a SIGKILL of ours ends it too."""
     if not sys.platform.startswith("linux"):
@@ -102,8 +72,53 @@ def _die_with_parent() -> Callable[[], None] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class CannotStart(RuntimeError):
+    """Tasks cannot be started; the message says why."""
+
+
+class NotThere(CannotStart):
+    """What is to run is not there: to try again does not help."""
+
+
+class Command(NamedTuple):
+    """Command line of all workers."""
+
+    words: list[str]
+    script: str = ""  # of Python, a file or a module; none where it is no Python
+    module: bool = False
+
+    def require(self) -> None:
+        """Refuse a script that is not there.
+
+        Raises:
+            NotThere: it is not, or cannot be read.
+        """
+        if not self.script or self.script.startswith("-"):  # an option, such as -c
+            return
+        if self.module:
+            if not _is_module(self.script.partition(".")[0]):
+                raise NotThere(f"cannot start {self.script}: there is no such module")
+        elif not os.access(self.script, os.R_OK):
+            there = os.path.exists(self.script)
+            problem = "it cannot be read" if there else "there is no such file"
+            raise NotThere(f"cannot start {self.script}: {problem}")
+
+
+def _is_module(name: str) -> bool:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return True  # let Python say what it has against it
+    finally:
+        del sys.path[0]
+
+
 class Workers:
     """The processes of one run on this machine.
+
+    A process is not reaped before the last signal to its group: until then nobody else
+    can have its number.
 
     Attributes:
         starts: how often each was started again.
@@ -115,8 +130,8 @@ class Workers:
         environments: Sequence[Mapping[str, str]],
         *,
         names: Sequence[str] | None = None,
-        out: Sink | None = None,
-        err: Sink | None = None,
+        out: output.Sink = output.OUT,
+        err: output.Sink = output.ERR,
     ) -> None:
         """Start them; each line of output is written behind the name.
 
@@ -124,63 +139,75 @@ class Workers:
             command: of all workers.
             environments: of each worker, what it has beside that of this process.
             names: of each; by default its number.
-            out: where the workers' stdout goes, by default to stdout.
+            out: destination of the workers' stdout, by default stdout.
             err: likewise, stderr.
 
         Raises:
-            OSError: the command cannot be started.
+            CannotStart: the command cannot be started.
         """
         self._command = command
         self._environments = list(environments)
         self._names = labels(len(environments)) if names is None else list(names)
-        self._out, self._err = out or sys.stdout.buffer, err or sys.stderr.buffer
+        self._out, self._err = out, err
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._readers: list[threading.Thread] = []
+        self._copiers: list[output.Copier] = []
+        self._over = False
         self.starts = [0] * len(environments)
+        self._family = leftovers.Family()
         try:
-            for environment in environments:
-                self._processes.append(_start(command, environment))
-        except OSError:
+            for task in range(len(environments)):
+                self._processes.append(self._start(task))
+        except OSError as error:
             self.kill()
-            raise
-        for worker in range(len(self._processes)):
-            self._read_both(worker)
+            kind = CannotStart if error.errno in _PASSING else NotThere
+            raise kind(f"cannot start {command[0]}: {error}") from error
+        for task in range(len(environments)):
+            self._copy_both(task)
 
-    def _read_both(self, worker: int) -> None:
-        process, prefix = self._processes[worker], f"[{self._names[worker]}] ".encode()
+    def _start(self, task: int) -> "subprocess.Popen[bytes]":
+        own = self._family.mark(task) | dict(self._environments[task])
+        return subprocess.Popen(
+            self._command,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | own,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a process group of its own, to signal as one
+            preexec_fn=_die_with_parent(),
+        )
+
+    def _copy_both(self, task: int) -> None:
+        process, prefix = self._processes[task], f"[{self._names[task]}] ".encode()
         for source, sink in ((process.stdout, self._out), (process.stderr, self._err)):
-            self._readers.append(
-                threading.Thread(
-                    target=forward, args=(source, sink, prefix), daemon=True
-                )
-            )
-            self._readers[-1].start()
+            if source is not None:
+                self._copiers.append(output.Copier(source, sink, prefix))
+                self._copiers[-1].start()
 
     def signal(self, signum: int, tasks: Sequence[int] | None = None) -> None:
         """Send `signum` to workers, by default all, and what they started."""
         every = range(len(self._processes))
-        for process in [
-            self._processes[i] for i in (every if tasks is None else tasks)
-        ]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signum)
+        for task in () if self._over else every if tasks is None else tasks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._processes[task].pid, signum)
 
     def again(self, task: int, environment: Mapping[str, str]) -> bool:
         """Start one again that has ended; see `job.Group`."""
         self.starts[task] += 1
         self.signal(signal.SIGKILL, [task])  # what it may have left
+        self._family.end(task)
         self._environments[task] = {**self._environments[task], **environment}
         try:
-            process = _start(self._command, self._environments[task])
+            process = self._start(task)
         except OSError:
             return False
+        self._processes[task].wait()
         self._processes[task] = process
-        self._read_both(task)
+        self._copy_both(task)
         return True
 
     def exit_codes(self) -> list[int | None]:
         """Return the exit code of each worker, None where it still runs."""
-        return [process.poll() for process in self._processes]
+        return [_exit_code(process) for process in self._processes]
 
     def end(self, signum: int, give_up: Callable[[], bool]) -> None:
         """Send `signum`; wait until all have ended or `give_up()`; then kill."""
@@ -189,27 +216,25 @@ class Workers:
             time.sleep(POLL_SECONDS)
         self.kill()
 
-    def kill(self) -> None:
+    def kill(self, give_up: Callable[[], object] = lambda: False) -> None:
         """End what is left of every worker and copy the last of the output."""
         self.signal(signal.SIGKILL)
+        self._family.end()
+        self._over = True
         for process in self._processes:
             process.wait()
-        for reader in self._readers:
-            reader.join(timeout=2)  # a child in a session of its own may hold the pipe
+        output.finish(self._copiers, give_up)
+        self._family.close()
 
 
-def _start(
-    command: Sequence[str], environment: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # a process group of its own, to signal as one
-        preexec_fn=_die_with_parent(),
-    )
+def _exit_code(process: "subprocess.Popen[bytes]") -> int | None:
+    """Return how a process has ended, None where it runs; do not reap it."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll()
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    if (end := os.waitid(os.P_PID, process.pid, look)) is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def start_here(
@@ -221,7 +246,7 @@ def start_here(
     """Start workers, then parameter servers, that find each other on this machine.
 
     Raises:
-        OSError: the command cannot be started.
+        CannotStart: the command cannot be started.
     """
     count = workers + servers
     addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
