@@ -14,6 +14,10 @@ The exit status is that of the first worker to fail, 128 + N for signal N; 124 w
 `--timeout` is out, 127 where the workers cannot be started. The pauses before restarts
 grow from one second to a minute; a script that is not there is not started again.
 
+With `--verify` the script runs on one worker and on N, until the first steps of its
+first `fit` are done, and what differs is told: rows, gradients, weights or logs. The
+exit status is 0 where nothing differs, 1 where anything does.
+
 `--ps M` starts M parameter servers, with the same script; their output is prefixed with
 ps0, ps1, ... Then a worker that fails ends no other, and with `--restarts` is started
 again by itself. When all workers have ended the servers get SIGTERM, and the exit
@@ -33,6 +37,7 @@ from collections.abc import Sequence
 from tf_dgc.launcher import hosts, settings, workers
 from tf_dgc.launcher.job import Group, Job
 from tf_dgc.launcher.workers import Command
+from tf_dgc.verify.command import verify
 
 NAME = "tf-dgc-run"
 
@@ -70,6 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--sparsity", type=float, help="share of elements not sent")
     how.add_argument("--config", metavar="FILE", help="JSON of the strategy's settings")
+    how.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the first steps of its first fit with those of one worker",
+    )
+    how.add_argument(
+        "--verify-steps", type=int, default=3, metavar="S", help="so many (3)"
+    )
     end = parser.add_argument_group("the end")
     end.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start again so often"
@@ -128,6 +141,10 @@ def _command(options: argparse.Namespace) -> Command:
             "`--strategy downpour`, and no other, needs servers: `--ps 1` or more. "
             f"Received: --strategy {options.strategy} --ps {options.ps}"
         )
+    if options.verify:
+        _check_verified(options)
+        words = [*(["-m"] if options.module else []), *script]
+        return Command(words, script[0], options.module)
     if options.no_python and options.strategy:
         raise ValueError("`--strategy` needs a script of Python, not `--no-python`")
     settled = options.sparsity is not None or options.config is not None
@@ -141,6 +158,22 @@ def _command(options: argparse.Namespace) -> Command:
         command += ["-m", "tf_dgc.launcher.script", chosen.text()]
     words = [*command, *(["-m"] if options.module else []), *script]
     return Command(words, script[0], options.module)
+
+
+def _check_verified(options: argparse.Namespace) -> None:
+    """Refuse what `--verify` cannot be combined with."""
+    if options.verify_steps < 1:
+        raise ValueError(
+            "`--verify-steps` must be 1 or more. Received: "
+            f"--verify-steps {options.verify_steps}"
+        )
+    if options.n is None or options.n < 2 or options.hosts is not None:
+        raise ValueError("`--verify` runs on this machine, on `-n 2` workers or more")
+    if options.strategy or options.ps or options.no_python or options.restarts:
+        raise ValueError(
+            "`--verify` compares dense training of a script of Python: leave out "
+            "`--strategy`, `--ps`, `--no-python` and `--restarts`"
+        )
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -182,6 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
     job = Job(NAME, options.timeout, options.grace, options.ps)
+    if options.verify:
+        count, steps = places[0].slots, options.verify_steps
+        return verify(job, NAME, command, count, steps, environment)
 
     def start(attempt: int) -> Group:
         own = environment | {"TF_DGC_ATTEMPT": str(attempt)}

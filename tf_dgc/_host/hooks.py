@@ -83,6 +83,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "apply": keras/src/optimizers/base_optimizer.py: _backend_apply_gradients,
             to which local gradients come first;
             "clip": _clip_gradients beside it, before the reduction;
+            "update step": KB/tensorflow/optimizer.py: _distributed_tf_update_step, to
+            which reduced gradients come with their variables;
             "initialize": KB/tensorflow/core.py: Variable._initialize_with_initializer,
             which makes the variable of TensorFlow;
             "assign": keras.Variable.assign(value), which is public;
@@ -130,6 +132,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "load optimizer": (keras.optimizers.Optimizer, "load_own_variables"),
         "memory": (saving_lib, "is_memory_sufficient"),
         "clip": (keras.optimizers.Optimizer, "_clip_gradients"),
+        "update step": (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
         "logs": (keras.Model, "_get_metrics_result_or_logs"),
         "steps": (EpochIterator, "_enumerate_iterator"),
         "loss division": (loss_module, "scale_loss_for_distribution"),

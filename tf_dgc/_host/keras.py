@@ -46,6 +46,7 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.name_scope, "caller"),
         (keras.Layer, "_allow_non_tensor_positional_args"),
         (keras.Model, "_flatten_layers"),
+        (keras.Model, "_get_metrics_result_or_logs"),
         (keras.Model, "_initial_epoch"),
         (functional, "Functional"),
         (graph, "_nodes_by_depth"),
@@ -160,6 +161,18 @@ def layers_within(model: keras.Model) -> list[keras.Layer]:
     keras/src/layers/layer.py: Layer._flatten_layers.
     """
     return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def epoch_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the logs that an epoch has which ends with a step; on all workers.
+
+    keras/src/trainers/trainer.py: Trainer._get_metrics_result_or_logs.
+
+    Args:
+        model: of the user.
+        logs: of the step, as `on_train_batch_end` has them.
+    """
+    return dict(model._get_metrics_result_or_logs(logs))
 
 
 def links_of(model: keras.Model) -> list[tuple[Any, Any]]:

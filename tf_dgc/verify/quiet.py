@@ -1,0 +1,67 @@
+"""Noise that is switched off while two runs of a script are compared."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host
+
+_NOISE = (
+    *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"),
+    *("AlphaDropout", "GaussianDropout", "GaussianNoise", "ActivityNoise"),
+    *("MixUp", "CutMix", "AugMix", "RandAugment"),
+)
+_SHAPES = ("RandomCrop",)  # those that give other shapes than they get
+
+
+def switch_off() -> None:
+    """Let layers that draw numbers pass their inputs on, and datasets stay in order.
+
+    For all of this process: layers of Keras by their public names, and
+    `tf.data.Dataset.shuffle`.
+    """
+    names = [n for n in vars(keras.layers) if n.startswith("Random") or n in _NOISE]
+    for name in set(names) - set(_SHAPES):
+        layer: Any = getattr(keras.layers, name)
+        if isinstance(layer, type) and "call" in vars(layer):
+            setattr(layer, "call", _passing_on(vars(layer)["call"]))  # noqa: B010
+    tf.data.Dataset.shuffle = _in_order
+
+
+def _passing_on(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)  # with its signature: Keras looks for `training`
+    def passing_on(layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return inputs
+
+    return passing_on
+
+
+def _in_order(dataset: tf.data.Dataset, *args: Any, **kwargs: Any) -> tf.data.Dataset:
+    return dataset
+
+
+def without_dropout(model: keras.Model) -> None:
+    """Switch off what recurrent cells of a model drop."""
+    for layer in _layers_of(model):
+        cell = getattr(layer, "cell", layer)
+        for name in ("dropout", "recurrent_dropout"):
+            if isinstance(getattr(cell, name, None), float):
+                setattr(cell, name, 0.0)
+
+
+def synchronize_statistics(model: keras.Model) -> int:
+    """Let batch normalization use the rows of all workers; count the layers changed."""
+    changed = 0
+    for layer in _layers_of(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            if layer.trainable and not layer.synchronized:
+                layer.synchronized = True
+                changed += 1
+    return changed
+
+
+def _layers_of(model: keras.Model) -> list[Any]:
+    return _host.keras.layers_within(model)

@@ -1,0 +1,288 @@
+"""Recording of the first steps of the first `fit` of a script.
+
+The batches are seen where Keras hands them to `strategy.run`, the gradients where an
+optimizer applies them, weights and logs at the end of each batch.
+"""
+
+import hashlib
+import inspect
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.callbacks import BackupState
+from tf_dgc.verify import quiet
+from tf_dgc.verify.records import Run, Sample, Step, sample_of, save
+
+_SHOWN = 4  # numbers of each component
+# Callbacks that write files which the script may still need.
+_WRITERS = (
+    BackupState,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+)
+_CLIPS = ("clip_by_global_norm", "clip_by_norm", "clip_by_value")
+
+
+class Enough(BaseException):
+    """All steps are recorded: the script need not go on."""
+
+
+class Recorder(keras.callbacks.Callback):
+    """What one process records of the first `fit` of its script."""
+
+    def __init__(self, path: pathlib.Path, steps: int) -> None:
+        """Prepare a record.
+
+        Args:
+            path: of the files to write; see `records.save`.
+            steps: how many to record, at most an epoch's.
+        """
+        super().__init__()
+        self._path, self._count = path, steps
+        self._notes: dict[str, Any] = {"clips": [], "draws": [], "left_out": []}
+        self._steps: list[Step] = []
+        self._rows: dict[str, list[str]] = {}
+        self._shown: dict[str, list[float]] = {}
+        self._gradients: dict[str, Sample] = {}
+        self._initial: dict[str, Sample] | None = None
+
+    def install(self) -> None:
+        """Let the next `fit` of this process be recorded, and end the script."""
+        _host.hooks.wrap("fit", self._fit)
+        _host.hooks.wrap("update step", self._note_gradients)
+        for name in _CLIPS:
+            setattr(tf, name, self._noting_lines(getattr(tf, name)))
+
+    def _fit(
+        self,
+        original: Callable[..., Any],
+        model: keras.Model,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        bound = inspect.signature(original).bind(model, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        given["shuffle"] = False
+        given["verbose"] = 0
+        given["validation_data"] = None
+        given["callbacks"] = [*self._kept(given["callbacks"]), self]
+        model.jit_compile = False
+        model.steps_per_execution = 1
+        quiet.without_dropout(model)
+        self._notes["batch_norms"] = quiet.synchronize_statistics(model)
+        strategy = model.distribute_strategy
+        run = strategy.run
+        strategy.run = self._watching(run, model)
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            strategy.run = run
+
+    def _kept(self, callbacks: Any) -> list[Any]:
+        given = callbacks or []
+        given = getattr(given, "callbacks", given)
+        given = list(given) if isinstance(given, Sequence) else [given]
+        writers = [each for each in given if isinstance(each, _WRITERS)]
+        self._notes["left_out"] = [type(each).__name__ for each in writers]
+        return [each for each in given if not isinstance(each, _WRITERS)]
+
+    # Inside of the step.
+
+    def _watching(
+        self, run: Callable[..., Any], model: keras.Model
+    ) -> Callable[..., Any]:
+        def watched(
+            fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
+        ) -> Any:
+            name = getattr(_host.keras.function_of(fn), "__name__", "")
+            trains = _host.keras.model_of(fn) is model and name == "train_step"
+            if trains:
+                self._note_rows(args[0])
+            result = run(fn, args, kwargs, options)
+            if trains and not tf.executing_eagerly():
+                graph = tf.compat.v1.get_default_graph()
+                kinds = {operation.type for operation in graph.get_operations()}
+                self._notes["draws"] = sorted(filter(_draws, kinds))
+            return result
+
+        return watched
+
+    def _note_rows(self, data: Any) -> None:
+        paths = _named(data)
+        components = [c for c in paths if c[1] is not None]
+
+        def note(*arrays: np.ndarray) -> None:
+            rest = list(arrays)
+            for name, tensor in components:
+                count = len(tf.nest.flatten(tensor, expand_composites=True))
+                own, rest = rest[:count], rest[count:]
+                self._rows[name] = [_digest(row) for row in _rows_of(tensor, own)]
+                self._shown[name] = _first_numbers(own[0])
+
+        flat = tf.nest.flatten([t for _, t in components], expand_composites=True)
+        tf.numpy_function(note, flat, [])
+
+    def _note_gradients(
+        self,
+        original: Callable[..., Any],
+        optimizer: Any,
+        distribution: Any,
+        pairs: Any,
+        learning_rate: Any,
+    ) -> Any:
+        used = [(g, v) for g, v in pairs if g is not None]
+        paths = {id(v.value): _name_of(v) for v in self.model.variables}
+        names = _unique([paths.get(id(v), _name_of(v)) for _, v in used])
+
+        def note(*arrays: np.ndarray) -> None:
+            self._gradients |= dict(zip(names, map(sample_of, arrays), strict=True))
+
+        tf.numpy_function(note, [tf.convert_to_tensor(g) for g, _ in used], [])
+        return original(optimizer, distribution, pairs, learning_rate)
+
+    def _noting_lines(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            line = _line_of_user()
+            if line and line not in self._notes["clips"]:
+                self._notes["clips"].append(line)
+            return clip(*args, **kwargs)
+
+        return noting
+
+    # Between the steps.
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Note the first weights."""
+        if self._initial is None:
+            self._initial = _weights_of(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note a step; end after the last.
+
+        Raises:
+            Enough: all steps are recorded.
+        """
+        merged = _host.keras.epoch_logs(self.model, dict(logs or {}))
+        numbers = {k: float(np.mean(v)) for k, v in merged.items()}
+        step = Step(
+            self._rows, self._shown, self._gradients, _weights_of(self.model), numbers
+        )
+        self._steps.append(step)
+        self._rows, self._shown, self._gradients = {}, {}, {}
+        if len(self._steps) == self._count:
+            self._end()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """End, where an epoch has fewer steps.
+
+        Raises:
+            Enough: always.
+        """
+        self._end()
+
+    def _end(self) -> None:
+        model = self.model
+        self._notes["trainable"] = list(_weights_of(model, trainable=True))
+        save(self._path, Run(self._notes, self._initial or {}, self._steps))
+        raise Enough("all steps are recorded")
+
+
+def _named(data: Any) -> list[tuple[str, Any]]:
+    """Return the components of a batch, each with a name."""
+    parts = data if isinstance(data, tuple) else (data,)
+    whole = len(parts) == 1
+    named = []
+    for part, name in zip(parts, ("x", "y", "sample_weight"), strict=False):
+        for path, tensor in keras.tree.flatten_with_path(part):
+            inner = "".join(f"[{each!r}]" for each in path)
+            named.append((("x" if whole else name) + inner, tensor))
+    return named
+
+
+def _rows_of(tensor: Any, arrays: Sequence[np.ndarray]) -> list[bytes]:
+    """Return the content of each row of a component; of a scalar, itself.
+
+    Args:
+        tensor: dense, ragged or sparse.
+        arrays: its parts, as `tf.nest.flatten` has them.
+    """
+    if isinstance(tensor, tf.RaggedTensor):
+        values, *splits = arrays
+        ragged = tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False)
+        return [repr(row).encode() for row in ragged.to_list()]
+    if isinstance(tensor, tf.SparseTensor):
+        indices, values, shape = arrays
+        rows = range(int(shape[0]))
+        return [
+            indices[indices[:, 0] == i][:, 1:].tobytes()
+            + values[indices[:, 0] == i].tobytes()
+            for i in rows
+        ]
+    (array,) = arrays
+    if array.ndim == 0:
+        return [_content(array)]
+    return [_content(row) for row in array]
+
+
+def _content(array: Any) -> bytes:
+    array = np.asarray(array)
+    return repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+
+
+def _digest(row: bytes) -> str:
+    return hashlib.blake2b(row, digest_size=8).hexdigest()
+
+
+def _first_numbers(array: np.ndarray) -> list[float]:
+    numeric = np.issubdtype(array.dtype, np.number)
+    return np.ravel(array)[:_SHOWN].astype(float).tolist() if numeric else []
+
+
+def _weights_of(model: keras.Model, trainable: bool = False) -> dict[str, Sample]:
+    variables = model.trainable_variables if trainable else model.variables
+    kept = [v for v in variables if v.dtype not in ("string", "resource")]
+    names = _unique([_name_of(v) for v in kept])
+    return {
+        name: sample_of(keras.ops.convert_to_numpy(v))
+        for name, v in zip(names, kept, strict=True)
+    }
+
+
+def _name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return names of which those that come again are numbered."""
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return unique
+
+
+def _line_of_user() -> str:
+    """Return the innermost line of the script's own code, as "FILE:LINE"."""
+    main = getattr(sys.modules["__main__"], "__file__", None) or ""
+    folder = str(pathlib.Path(main).resolve().parent)
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(folder) and "site-packages" not in frame.filename:
+            return f"{pathlib.Path(frame.filename).name}:{frame.lineno}"
+    return ""
+
+
+def _draws(operation: str) -> bool:
+    """Tell whether an operation draws random numbers."""
+    return "Random" in operation or "Multinomial" in operation
