@@ -114,6 +114,11 @@ def update_context() -> Any:
     return distribute_lib.UpdateContext(0)
 
 
+def is_distributed(data: Any) -> bool:
+    """Tell whether a dataset is shared out already; tf.distribute has the public name."""
+    return isinstance(data, tf.distribute.DistributedDataset)
+
+
 def distributed_dataset(
     strategy: tf.distribute.Strategy,
     dataset: tf.data.Dataset,

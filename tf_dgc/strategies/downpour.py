@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import re
@@ -103,6 +104,7 @@ class DownpourStrategy(BaseStrategy):
         self._make.last = self._end_fit
         self._before_step: list[Callable[[], None]] = []
         self._fitted: keras.Model | None = None
+        self._callbacks: Sequence[Any] = ()
         self._fits = self._evaluates = self._fit_count = 0
         super().__init__(Mesh.of(transport), config, self._make)
         self.tables = tables.Tables(self._servers, self._members, self)
@@ -295,6 +297,9 @@ class DownpourStrategy(BaseStrategy):
             if self._settings.synchronous:
                 _host.hooks.clip_sums(optimizer)  # the mean is, see `on_servers`
             embeddings.check(optimizer, variables, self._settings)
+            if self._fitted is not None:  # built by now
+                limit = self._settings.table_bytes
+                embeddings.check_callbacks(self._callbacks, self._fitted, limit)
             args = self._settings, self.extended, self.twins
             self._make.expect(on_servers.moved(optimizer, variables, *args))
             self._current = self._ledger.of(optimizer, variables, momentum)
@@ -402,17 +407,19 @@ class DownpourStrategy(BaseStrategy):
             raise type(error)(error.node_def, error.op, text) from error
 
     @contextlib.contextmanager
-    def fitting(self, model: keras.Model) -> Iterator[None]:
-        """Take the data that are distributed next for those of `fit`."""
+    def fitting(
+        self, model: keras.Model, callbacks: Sequence[Any] = ()
+    ) -> Iterator[None]:
+        """Let `fit` run: it has a number, and may be ended."""
+        embeddings.check_callbacks(callbacks, model, self._settings.table_bytes)
         self._fits += 1
-        self._fitted = model
+        self._fitted, self._callbacks = model, callbacks
         self._fit_count += 1
-        self.extended.training_next = True
         try:
             yield
         finally:
             self._fits -= 1
-            self._fitted = None
+            self._fitted, self._callbacks = None, ()
             self.extended.training_next = False
             with contextlib.suppress(tf.errors.OpError):  # of a server that has failed
                 self._leave_clocks()
@@ -481,16 +488,26 @@ def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     strategy = _host.keras.strategy_of(model)
     if not isinstance(strategy, DownpourStrategy):
         return original(model, *args, **kwargs)
-    callbacks = kwargs.get("callbacks") or []
-    for each in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+    bound = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs)
+    arguments = dict(bound.arguments)
+    del arguments["self"]
+    callbacks = _listed(arguments.get("callbacks"))
+    for each in callbacks:
         if isinstance(each, keras.callbacks.SwapEMAWeights):
             raise ValueError(
                 "SwapEMAWeights must not be among the callbacks: the averages are on "
                 "the servers, and other workers train while it has swapped them. "
                 f"Received: {each!r}. The end of `fit` puts them into the model"
             )
-    with strategy.fitting(model), strategy.named_errors():
-        return original(model, *args, **kwargs)
+    arguments = strategy.extended.of_fit(arguments)
+    with strategy.fitting(model, callbacks), strategy.named_errors():
+        return original(model, **arguments)
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    """Return callbacks as a list, in whatever way `fit` got them."""
+    callbacks = getattr(callbacks, "callbacks", callbacks) or []  # of a CallbackList
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
 def _evaluate(
@@ -499,5 +516,6 @@ def _evaluate(
     strategy = _host.keras.strategy_of(model)
     if not isinstance(strategy, DownpourStrategy):
         return original(model, *args, **kwargs)
+    args, kwargs = strategy.extended.of_evaluation(args, kwargs)
     with strategy.evaluating(), strategy.named_errors():
         return original(model, *args, **kwargs)

@@ -4,9 +4,10 @@ Keras's `take` converts the variable before it looks at the indices, so that it 
 layer that is asked here, instead of the variable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_dgc import _host, optimizers
@@ -60,6 +61,57 @@ def check(optimizer: Any, variables: Sequence[Any], config: DownpourConfig) -> N
             f"gradients of single rows. Received: {', '.join(found)}. Leave it "
             "out, or set a larger `DownpourConfig(table_bytes=...)`"
         )
+
+
+def check_callbacks(callbacks: Iterable[Any], model: Any, limit: int | None) -> None:
+    """Refuse callbacks that need tables as a whole, before the first step.
+
+    Args:
+        callbacks: of a `fit`.
+        model: that is trained.
+        limit: bytes from which on the table of an Embedding lives on the servers only.
+
+    Raises:
+        ValueError: there is such a callback, and a table.
+    """
+    if limit is None:
+        return
+    tables = [
+        v.name for v in model.variables if isinstance(_host.keras.plain(v), Table)
+    ]
+    unbuilt = [
+        layer.name
+        for layer in _host.keras.layers_within(model)
+        if isinstance(layer, keras.layers.Embedding) and not layer.built
+        if _is_large(layer, limit)
+    ]
+    for callback in callbacks:
+        callback = getattr(callback, "on_chief", callback)
+        needed = _needs_whole(callback)
+        if needed and (tables or unbuilt):
+            raise ValueError(
+                f"{type(callback).__name__} must be without {needed[0]}, which needs "
+                "all weights in a worker's memory, where tables live on the servers "
+                f"only. Received: {callback!r}, tables {tables or unbuilt}. "
+                f"{needed[1]}, or set a larger `DownpourConfig(table_bytes=...)`"
+            )
+
+
+def _needs_whole(callback: Any) -> tuple[str, str] | None:
+    """Return what of a callback of Keras reads all weights, and what to do instead."""
+    kinds = keras.callbacks
+    if isinstance(callback, kinds.EarlyStopping) and callback.restore_best_weights:
+        return (
+            "`restore_best_weights=True`",
+            "Write the best by ModelCheckpoint(path, save_best_only=True), and load "
+            "that file after `fit`",
+        )
+    if isinstance(callback, kinds.TensorBoard) and callback.histogram_freq:
+        return "`histogram_freq`", "Leave it out"
+    orbax = getattr(kinds, "OrbaxCheckpoint", None)
+    if orbax is not None and isinstance(callback, orbax):
+        return "weights of its own", "Take ModelCheckpoint, which writes them in parts"
+    return None
 
 
 def _extended() -> DownpourExtended | None:

@@ -35,6 +35,8 @@ class DownpourExtended(OneReplicaExtended):
         self._running = 0  # steps that are run or traced
         self.applying = False  # an optimizer is between its gradients and constraints
         self.training_next = False
+        # For a share that a script has distributed by itself, all of the dataset.
+        self._whole: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.table_bytes: int | None = None  # from which on tables are on servers only
         self.embedding: Any = None  # a layer, whose table is made for the servers
         self.initializing: Any = None  # shape, type and initializer of what is made
@@ -177,9 +179,33 @@ class DownpourExtended(OneReplicaExtended):
             divided, self.training_next = self.training_next, False
         else:
             divided = not strategy.evaluates  # a loop of the user's
+        whole = dataset
         if divided:
             dataset = own_share(dataset, strategy.rank, strategy.workers)
-        return _host.distribute.distributed_dataset(strategy, dataset, self._device)
+        found = _host.distribute.distributed_dataset(strategy, dataset, self._device)
+        if divided:
+            self._whole[found] = whole
+        return found
+
+    def of_fit(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments of `fit` with validation data that have all rows.
+
+        What is distributed next is its training data, if the script has not done so.
+        """
+        given = arguments.get("x")
+        self.training_next = not _host.distribute.is_distributed(given)
+        names = arguments.keys() & {"validation_data"}
+        return arguments | {name: self._all_of(arguments[name]) for name in names}
+
+    def of_evaluation(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments of `evaluate` or `predict` with data that have all rows."""
+        if args:
+            return (self._all_of(args[0]), *args[1:]), kwargs
+        return args, {k: self._all_of(v) if k == "x" else v for k, v in kwargs.items()}
+
+    def _all_of(self, data: Any) -> Any:
+        shared_out = _host.distribute.is_distributed(data)
+        return self._whole.get(data, data) if shared_out else data
 
     def _input_context(self) -> tf.distribute.InputContext:
         strategy = self._container_strategy()
