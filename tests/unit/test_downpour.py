@@ -1,12 +1,18 @@
 """Tests of workers of parameter servers, all in this process."""
 
+import pathlib
+import tempfile
 from typing import Any
 
 import keras
 import local_servers
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
+
+import tf_dgc
+from tf_dgc.compression import arena
 
 ROWS, WIDTH = 32, 4
 
@@ -95,6 +101,144 @@ class CallbacksTest(parameterized.TestCase):
                 self.assertEqual(int(strategy.server_stats().pushes), 0)
             stops = keras.callbacks.EarlyStopping("loss")
             model.fit(x, y, verbose=0, callbacks=[stops])
+
+
+def ones(strategy: Any) -> keras.Model:
+    """Return a model whose loss has a gradient of -1 for each element, by SGD(1)."""
+
+    class Ones(keras.Sequential):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return -tf.reduce_sum(self.layers[0].kernel.value)
+
+    with strategy.scope():
+        dense = keras.layers.Dense(10, use_bias=False, kernel_initializer="zeros")
+        model = Ones([keras.Input([10]), dense])
+        model.compile(keras.optimizers.SGD(1.0), jit_compile=False)
+    return model
+
+
+class SuccessionTest(parameterized.TestCase):
+    """A chief that comes again finds newer values than those it loads."""
+
+    def folder(self) -> str:
+        return self.enterContext(tempfile.TemporaryDirectory())
+
+    def values(self, strategy: Any, model: keras.Model) -> list[np.ndarray]:
+        """Return what servers have: a table, its slot, a kernel, and its slot."""
+        optimizer = model.optimizer
+        table, kernel = model.layers[0].embeddings, model.layers[-1].kernel
+        slots = optimizer._accumulators
+        return [
+            strategy.read_rows(table, 0, ROWS).numpy(),
+            strategy.read_rows(slots[0], 0, ROWS).numpy(),
+            strategy.twins.of(kernel.value).read_value().numpy(),
+            np.array(slots[1].value.read_value()),
+        ]
+
+    def model(self, strategy: Any) -> keras.Model:
+        layers = keras.layers
+        with strategy.scope():
+            table = layers.Embedding(ROWS, WIDTH, embeddings_initializer="ones")
+            model = keras.Sequential(
+                [
+                    keras.Input([1], dtype="int32"),
+                    table,
+                    layers.Flatten(),
+                    layers.Dense(1, use_bias=False),
+                ]
+            )
+            model.compile(keras.optimizers.Adagrad(0.1), "mse", jit_compile=False)
+        return model
+
+    def fit(self, model: keras.Model, rows: int = ROWS, **options: Any) -> None:
+        x = np.arange(rows, dtype="int32")[:, np.newaxis]
+        model.fit(x, 5.0 + 0 * x, batch_size=8, verbose=0, shuffle=False, **options)
+
+    def check_alike(self, found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+        for own, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+    @parameterized.parameters("weights", "model state")
+    def test_what_it_loads_is_older_than_what_servers_have(self, kind: str) -> None:
+        folder = pathlib.Path(self.folder())
+        path = pathlib.Path(self.folder(), "early.weights.h5")
+        with local_servers.Job(workers=2) as job:
+            first = job.worker(0, table_bytes=64)
+            model = self.model(first)
+            backup = tf_dgc.callbacks.BackupState(folder, delete_checkpoint=False)
+            self.fit(model, callbacks=[backup])
+            model.save_weights(path)
+            early = self.values(first, model)
+            self.fit(model, initial_epoch=1, epochs=3)
+            newest = self.values(first, model)
+            job.kill(first)
+            again = job.worker(0, table_bytes=64)
+            other = self.model(again)
+            with again.scope():
+                other.optimizer.build(other.trainable_variables)
+            if kind == "weights":
+                other.load_weights(path)
+            table = again.read_rows(other.layers[0].embeddings, 0, ROWS).numpy()
+            self.check_alike([table], newest[:1])
+            callbacks = [tf_dgc.callbacks.BackupState(folder)]
+            self.fit(
+                other,
+                rows=8,
+                epochs=2,
+                callbacks=callbacks if kind != "weights" else [],
+            )
+            found = self.values(again, other)
+            # Its steps were of the first rows; of squares of gradients it is the sum.
+            self.check_alike(
+                [part[8:] for part in found[:2]], [n[8:] for n in newest[:2]]
+            )
+            np.testing.assert_array_less(newest[3] - 1e-6, found[3])
+            # In its second `fit` the one before it has trained; then nobody has.
+            self.fit(other, rows=8)
+            other.load_weights(path)
+            table = again.read_rows(other.layers[0].embeddings, 0, ROWS).numpy()
+            self.check_alike([table], early[:1])
+
+    def test_what_others_load_is_left_alone(self) -> None:
+        path = pathlib.Path(self.folder(), "early.weights.h5")
+        with local_servers.Job(workers=2) as job:
+            strategies = [job.worker(k, table_bytes=64) for k in range(2)]
+            models = [self.model(strategy) for strategy in strategies]
+            self.fit(models[0])
+            models[0].save_weights(path)
+            self.fit(models[1])
+            newest = self.values(strategies[0], models[0])
+            models[1].load_weights(path)
+            self.check_alike(self.values(strategies[0], models[0]), newest)
+
+    @pytest.mark.slow
+    def test_nothing_that_was_pushed_is_kept_back_again(self) -> None:
+        folder = self.folder()
+        compression = tf_dgc.DGCConfig(
+            sparsity=0.9, min_elements=1, sample_fraction=1.0
+        )
+        x, steps = np.zeros([80, 10], "float32"), 0
+        with local_servers.Job(workers=1) as job:
+            for epochs in (1, 2):  # ten steps each
+                strategy = job.worker(0, compression=compression)
+                model = ones(strategy)
+                backup = tf_dgc.callbacks.BackupState(folder, delete_checkpoint=False)
+                model.fit(x, batch_size=8, epochs=epochs, verbose=0, callbacks=[backup])
+                steps += 10
+                if epochs == 1:
+                    model.fit(x, batch_size=8, verbose=0)
+                    steps += 10
+                (exchange,) = strategy._ledger.exchanges()
+                pushed = exchange._pushed
+                (kept,) = arena.unflatten(pushed.layout, pushed.residual)
+                (twin,) = (
+                    strategy.twins.of(v.value) for v in model.trainable_variables
+                )
+                counted = twin.read_value().numpy() - kept.numpy()
+                self.assertLessEqual(counted.max(), steps)
+                self.assertGreater(counted.min(), 0)
+                self.assertEqual(exchange.steps, steps if epochs == 1 else 20)
+                job.kill(strategy)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def update_context() -> Any:
 
 
 def is_distributed(data: Any) -> bool:
-    """Tell whether a dataset is shared out already; tf.distribute has the public name."""
+    """Tell whether a dataset is shared out already, by its public class."""
     return isinstance(data, tf.distribute.DistributedDataset)
 
 

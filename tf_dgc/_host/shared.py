@@ -85,6 +85,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         pieces: in the order of rows.
         cursor: shared with others of the same pieces.
         whole: shape of all of it.
+        writes: tells whether this client may change it while no piece is meant; what
+            it may not is left alone.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         dtype = tf.as_dtype(dtype)
         self.pieces, self.cursor = list(pieces), cursor or Cursor()
         self.whole = tf.TensorShape(shape)
+        self.writes: Callable[[], bool] = lambda: True
         several = len(self.pieces) > 1
         self._handles = [
             _handle(
@@ -198,6 +201,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         value: Any,
         **kwargs: Any,
     ) -> Any:
+        if self.cursor.at is None and not self.writes():
+            return self
         if self.cursor.rows is not None:
             value = tf.convert_to_tensor(value, self.dtype)
             return scatter(tf.IndexedSlices(value, self.cursor.rows))
@@ -267,18 +272,17 @@ class Table(SharedVariable):
     """A table that no worker holds: rows are read and changed where they are.
 
     While no piece is meant it has a handle without a value, by which tapes know it.
-
-    Attributes:
-        writes: whether this worker is the one whose assignments count.
     """
 
-    def __init__(self, *args: Any, strategy: Any, writes: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, strategy: Any, writes: Callable[[], bool], **kwargs: Any
+    ) -> None:
         """Make handles.
 
         Args:
             *args: of `SharedVariable`.
             strategy: in whose scope it is made.
-            writes: see above.
+            writes: tells whether this worker's assignments count.
             **kwargs: of `SharedVariable`.
         """
         super().__init__(*args, **kwargs)
@@ -315,12 +319,6 @@ class Table(SharedVariable):
         """Return the value of a piece, or of rows, read now."""
         self._refuse_whole()
         return super().read_value()
-
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace the value, piece by piece, where this worker's assignments count."""
-        if self.cursor.at is None and not self.writes:
-            return self
-        return super().assign(value, *args, **kwargs)
 
     def accessed(self) -> None:
         """Let tapes watch it. tensorflow/python/eager/tape.py: variable_accessed."""

@@ -77,6 +77,7 @@ class Trained(NamedTuple):
     steps: tf.Variable  # counts steps, which schedules and corrections follow
     per_push: int  # by how much a push counts there
     overwritten: bool  # whether each push changes all there is
+    runs: Callable[[], bool]  # whether a step is run or traced
 
 
 class Downpouring:
@@ -282,7 +283,10 @@ class Downpour(Exchange):
         variable = servers.variable(f"{name}.record", tf.string)
         there = self._members.share("variables", variable, record, begin)
         members.compare("trained variables", there, record, self._members.index)
+        succession = self._members.succession
         for kept, shared in moved:
+            if shared is not kept.value:  # a table knows by itself
+                shared.writes = lambda: trained.runs() or succession.counts
             kept.move(shared)
         for own, shared in others:
             _host.shared.bypassed(own, "assign")(shared.read_value())
@@ -506,8 +510,9 @@ class Downpour(Exchange):
         return 0 if self._pushed is None else int(self._pushed.step)
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
-        """Take over what was saved."""
-        super().load(arrays, steps)
+        """Take over what was saved; what has been pushed since is not kept back."""
+        if not self._members.succession.repeats:
+            super().load(arrays, steps)
         if self._pushed is not None:
             self._pushed.step.assign(steps)
 

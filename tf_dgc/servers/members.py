@@ -22,6 +22,7 @@ import tensorflow as tf
 from tf_dgc._host.shared import SharedVariable
 from tf_dgc.servers.pulse import Pulse
 from tf_dgc.servers.shared import Servers
+from tf_dgc.servers.succession import Succession
 from tf_dgc.transports import handshake
 
 _logger = logging.getLogger("tf_dgc")
@@ -40,6 +41,7 @@ class Members:
         told: what the chief has told of the job, beside what all must have alike.
         liveness: seconds until a worker that is not heard of holds nobody back.
         is_first: whether no worker had this place before, on these servers.
+        succession: whether what this worker assigns goes to the servers.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Members:
         self._arrived = make("arrived", tf.int64, [workers])
         self._progress = make("progress", tf.int64, [2])
         self._barriers = 0
+        self.succession = Succession(servers, self.is_chief)
         self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
         text = {"record": dict(record), "told": dict(told)}
         found = self.share("record", self._record, text, self._begin)
@@ -86,6 +89,7 @@ class Members:
         self.told = found["told"]
         compare("versions and settings", found["record"], dict(record), index)
         self._claim()
+        self.succession.join()
         self.pulse = Pulse(
             servers, self.beat, min(liveness / 4, timeout / 4, 5.0), timeout
         )
@@ -105,6 +109,7 @@ class Members:
         self._progress.assign(tf.zeros([2], tf.int64))
         for name in self._names:
             name.assign("nobody")
+        self.succession.begin()
 
     def share(
         self,

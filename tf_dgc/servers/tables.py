@@ -78,7 +78,7 @@ class Tables:
             Cursor() if beside is None else beside.cursor,
             watched=beside is None,
             strategy=self._strategy,
-            writes=self._members.is_chief,
+            writes=lambda: self._members.succession.counts,
         )
         config = initializer.get_config()
         if self._members.is_chief and "seed" in config:
@@ -239,7 +239,7 @@ def load(table: Table, source: Any) -> None:
             f"The table {table.name!r} must be loaded from one of its shape, "
             f"{tuple(table.whole)}. Received: shape={tuple(source.shape)}"
         )
-    if not table.writes:
+    if not table.writes():
         return
     for first, last in _chunks(table):
         values = tf.convert_to_tensor(source[first:last], table.dtype)

@@ -236,6 +236,7 @@ class DownpourStrategy(BaseStrategy):
         """
         if self.is_chief or self.keeps_back:
             super().restore_state(self.part_of_state(path), model)
+            self._take_back()
 
     def server_stats(self) -> ServerStats:
         """Return what this worker did with the servers since it began."""
@@ -303,6 +304,7 @@ class DownpourStrategy(BaseStrategy):
             args = self._settings, self.extended, self.twins
             self._make.expect(on_servers.moved(optimizer, variables, *args))
             self._current = self._ledger.of(optimizer, variables, momentum)
+            self._members.succession.trains(self.fits)
             if optimizer.use_ema:
                 _host.keras.take_averages(optimizer, lambda: self.extended.running)
 
@@ -345,8 +347,10 @@ class DownpourStrategy(BaseStrategy):
         given = tf.nest.flatten([g for g, _ in used], expand_composites=True)
         with tf.control_dependencies(given):
             if self.is_chief:
-                twins = self.twins
-                tf.cond(twins.changed.read_value(), twins.give, lambda: None)
+                twins, succession = self.twins, self._members.succession
+                gives = twins.changed.read_value() & succession.counts_now.read_value()
+                tf.cond(gives, twins.give, lambda: None)
+                succession.tell()
             super().exchange_and_update(optimizer, used, learning_rate, push)
 
     # Meeting.
@@ -363,6 +367,12 @@ class DownpourStrategy(BaseStrategy):
     def fetch(self) -> None:
         """Fetch in any case what the servers have."""
         if not bool(self.twins.changed):
+            self._fetch(always=True)
+
+    def _take_back(self) -> None:
+        """Let this worker's model be that of the servers, where a chief repeats."""
+        if self._members.succession.repeats and bool(self.twins.changed):
+            self.twins.changed.assign(False)
             self._fetch(always=True)
 
     def _fetch(self, always: bool) -> None:
@@ -415,11 +425,14 @@ class DownpourStrategy(BaseStrategy):
         self._fits += 1
         self._fitted, self._callbacks = model, callbacks
         self._fit_count += 1
+        self._members.succession.enter(self._fit_count)
+        self._take_back()
         try:
             yield
         finally:
             self._fits -= 1
             self._fitted, self._callbacks = None, ()
+            self._members.succession.leave()
             self.extended.training_next = False
             with contextlib.suppress(tf.errors.OpError):  # of a server that has failed
                 self._leave_clocks()

@@ -55,7 +55,15 @@ def moved(
     others = [v for v in others if twins.of(v) is None]
     steps, per_push = _host.keras.step_counter_of(optimizer)
     overwritten = bool(_overwritten_by(optimizer))
-    return Trained(kept, whole, others, steps, per_push, overwritten)
+    return Trained(
+        kept,
+        whole,
+        others,
+        steps,
+        per_push,
+        overwritten,
+        runs=lambda: extended.running,
+    )
 
 
 def warnings_about(
