@@ -19,6 +19,7 @@ from tf_dgc.exchanges import EachStep
 from tf_dgc.exchanges.compressed import Workers
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.strategies.elements import Layout
 from tf_dgc.strategies.share import run_with_a_row
 from tf_dgc.transports.base import Transport, default_device
 from tf_dgc.transports.local import LocalTransport
@@ -209,9 +210,10 @@ class SimulatedStrategy(BaseStrategy):
         _refuse(optimizer)
         variables: list[Any] = []
         whole, step = slicing.row_count(args), super().run
+        layout = Layout(args[0], self._workers)
 
         def worker(rank: Any) -> tuple[Any, tf.Tensor, list[tf.Tensor]]:
-            shares = (slicing.rows_of(args[0], args, rank, self._workers),)
+            shares = (layout.rows_of(args[0], rank),)
             with _captured(optimizer) as applied:
                 logs, rows = run_with_a_row(
                     model, shares, lambda filled: step(fn, filled, kwargs, options)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_dgc
-from tf_dgc.strategies import data, positions, slicing, split
+from tf_dgc.strategies import data, elements, positions, split
 
 X, Y = np.arange(26.0).reshape(13, 2), np.arange(13)
 AUTOTUNE = tf.data.AUTOTUNE
@@ -186,7 +186,9 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             own = split.share_of(dataset, rank, size)
             assert own is not None
             if name != "in any order":  # where there is none to compare with
-                plain = data._own_rows(dataset, rank, size, None)
+                plain = data._own_rows(
+                    dataset, elements.Layout(dataset.element_spec, size), rank, None
+                )
                 self.assertEqual(own.element_spec, plain.element_spec)
             self.assertEqual(own.cardinality(), dataset.cardinality())
             for batches in epochs:
@@ -252,9 +254,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
 
 
 def _rows_of(spec: Any, element: Any, rank: int, size: int) -> Any:
-    return slicing.rows_of(
-        spec, element if isinstance(element, tuple) else (element,), rank, size
-    )
+    return elements.Layout(spec, size).rows_of(element, rank)
 
 
 class EvidenceTest(parameterized.TestCase, tf.test.TestCase):

@@ -153,7 +153,7 @@ def _shuffled(dataset: Any, source: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def auto_sharded(
-    dataset: tf.data.Dataset, workers: int, rank: int
+    dataset: tf.data.Dataset, workers: int, rank: int, divide: bool = True
 ) -> tuple[tf.data.Dataset, bool]:
     """Let TensorFlow shard a dataset by its policy, and give batches their shares.
 
@@ -161,15 +161,20 @@ def auto_sharded(
     where they are read, or where SHARD_HINT stands. A worker's own batches, as large as
     those of all workers, are divided so that N workers have so many rows in a step.
 
+    Args:
+        dataset: of batches.
+        workers: N.
+        rank: of this worker.
+        divide: whether batches are to be divided, where their size is known.
+
     Returns:
-        The worker's dataset, and whether batches are divided, as they are where their
-        size is known.
+        The worker's dataset, and whether its batches are divided.
 
     Raises:
         tf.errors.OpError: there is nothing in it that could be sharded.
     """
     own = distribute._AutoShardDataset(dataset, workers, rank, workers)
-    size = int(distribute.compute_batch_size(dataset))
+    size = int(distribute.compute_batch_size(dataset)) if divide else -1
     if size < 0:
         return own, False
     sizes = distribute.batch_sizes_for_worker(size, workers, 1, rank)

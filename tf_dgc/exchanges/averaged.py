@@ -54,8 +54,9 @@ class Averaged(Exchange):
     Attributes:
         period: shape [], int64, local steps between two rounds.
         rounds: shape [], int64, rounds done.
-        position: shape [], int64, local steps since the last round.
-        unsettled: shape [], int64, steps since statistics were averaged.
+        position: shape [], int64, local steps since the last round, of all workers.
+        moved: shape [], int64, those of them in which this worker had rows.
+        unsettled: shape [], int64, steps with rows since statistics were averaged.
         taken: shape [], int64, steps done.
         distance: shape [], float32, of this worker's parameters from those agreed on,
             before the last round.
@@ -94,6 +95,7 @@ class Averaged(Exchange):
             zero = tf.zeros([], tf.int64)
             self.taken = own_variable(zero, "averaging_steps")
             self.position = own_variable(zero, "averaging_position")
+            self.moved = own_variable(zero, "averaging_moved")
             self.unsettled = own_variable(zero, "averaging_unsettled")
             first = tf.constant(period, tf.int64)
             self.period = own_variable(first, "averaging_period")
@@ -144,14 +146,14 @@ class Averaged(Exchange):
             found = self._together.gradients(local, None, part)
             return found.gradients, found.sent
 
-        applies = None if part is None else part.weight > 0  # or there is nothing
-        if first:
-            with tf.device("CPU:0"):
-                early = self.taken < first
-            found, sent = tf.cond(early, together, own)
-            applies = None if applies is None else applies | early
-        else:
-            found, sent = own()
+        has_rows = tf.constant(True) if part is None else part.weight > 0
+        with tf.device("CPU:0"):
+            early = self.taken < first
+        found, sent = tf.cond(early, together, own) if first else own()
+        # A worker without rows has not moved, and is left out of the mean.
+        self.moved.assign_add(tf.cast(has_rows & ~early, tf.int64))
+        self.unsettled.assign_add(tf.cast(has_rows, tf.int64))
+        applies = None if part is None else has_rows | early
         return Update(found, [False] * len(found), applies, sent)
 
     def parameters(self) -> None:
@@ -164,7 +166,6 @@ class Averaged(Exchange):
             local = self.taken >= first
             position = self.position.assign_add(tf.cast(local, tf.int64))
             due = local & (position >= self.period)
-        self.unsettled.assign_add(1)
         self.taken.assign_add(1)
 
         def hold() -> None:
@@ -188,7 +189,7 @@ class Averaged(Exchange):
         header = averaging.Header(
             self.number,
             self.rounds,
-            self.position,
+            self.moved,
             self.unsettled,
             done,
             values.first_nonfinite(self.variables),
@@ -215,7 +216,7 @@ class Averaged(Exchange):
             sent = self._step_from_anchor(before, averaging.count(headers.moved))
         elif parameters:
             moved = averaging.count(headers.moved)
-            parts = [*averaging.shares(before, self.position, moved), *parts]
+            parts = [*averaging.shares(before, self.moved, moved), *parts]
             averaged = [*self.variables, *averaged]
         reduced = self.transport.all_reduce(parts, f"{self.name}.average")
         for variable, mean in zip(averaged, reduced, strict=True):
@@ -229,8 +230,8 @@ class Averaged(Exchange):
             self.distance.assign(averaging.distance(before, self.variables))
             self._adapt(headers)
             self.rounds.assign_add(1)
-        self.position.assign(0)
-        self.unsettled.assign(0)
+        for counter in (self.position, self.moved, self.unsettled):
+            counter.assign(0)
         if parameters:
             agreed = [*self.variables, *self.averaged]
             self.replicas.compare(agreed, tf.reduce_max(headers.moved))
@@ -241,9 +242,7 @@ class Averaged(Exchange):
         """Step from where the period began; return bytes and elements, shape [2]."""
         anchor = [a.read_value() for a in self._anchor]
         local = averaging.outer_gradients(anchor, own)
-        update = self.inner.gradients(
-            averaging.shares(local, self.position, moved), None
-        )
+        update = self.inner.gradients(averaging.shares(local, self.moved, moved), None)
         for variable, agreed in zip(self.variables, anchor, strict=True):
             variable.assign(agreed)
 
@@ -330,6 +329,7 @@ class Averaged(Exchange):
         found = dict(self.inner.state) | {
             "steps": self.taken,
             "position": self.position,
+            "moved": self.moved,
             "unsettled": self.unsettled,
             "period": self.period,
             "rounds": self.rounds,
@@ -357,7 +357,7 @@ class Averaged(Exchange):
         # user's to load.
         agreed = {
             _PARAMETER: not arrays["position"],
-            _AVERAGED: not arrays["unsettled"],
+            _AVERAGED: not (arrays["position"] or arrays["unsettled"]),
         }
         left = {k: v for k, v in arrays.items() if not agreed.get(k.split()[0])}
         inner = self.inner.state

@@ -1,5 +1,7 @@
 """Each worker's share of a dataset of global batches. Pure tf.data."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,11 +9,13 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import provenance, split
-from tf_dgc.strategies.slicing import is_nothing, rows_of
+from tf_dgc.strategies.elements import Layout, batch_size_of
+from tf_dgc.strategies.slicing import is_nothing
 from tf_dgc.strategies.split import Note
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import require
 
+_logger = logging.getLogger("tf_dgc")
 _Policy = tf.data.experimental.AutoShardPolicy
 # All workers read the same.
 _ALIKE = (_Policy.AUTO, _Policy.DATA)
@@ -134,26 +138,31 @@ def share_of(
     """
     if size == 1:
         return dataset
-    for spec in tf.nest.flatten(dataset.element_spec):
-        if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
-            raise ValueError(
-                f"The dataset must be batched, to be split over {size} workers: call "
-                "`dataset.batch(global_batch_size)`. Received: elements "
-                f"{dataset.element_spec}"
-            )
+    layout = Layout(dataset.element_spec, size, batch_size_of(dataset))
+    if layout.shared and rank == 0:
+        _tell_shared(layout.shared)
     policy = _policy_of(dataset)
     note = first.begin() if first is not None and policy in _ALIKE else None
     if policy in _ALIKE:
         share = split.share_of(dataset, rank, size, note)
         if share is None:
-            share = _own_rows(dataset, rank, size, note)
+            share = _own_rows(dataset, layout, rank, note)
     elif policy == _Policy.OFF:
-        share = _all_rows(dataset, size)
+        share = _all_rows(dataset, layout, size)
     else:
-        share = _sharded(dataset, rank, size)
+        share = _sharded(dataset, layout, rank, size)
     # Where Keras reads by threads of its own, what is read ahead is lost to an epoch.
     reads_ahead = dataset.options().autotune.enabled is not False
     return share.prefetch(1) if reads_ahead else share
+
+
+@functools.cache
+def _tell_shared(names: tuple[str, ...]) -> None:
+    _logger.warning(
+        "All workers get these tensors of a batch whole, as they have another number "
+        f"of rows: {', '.join(names)}. Places of rows of the others, if they hold any, "
+        "are not those that a worker has"
+    )
 
 
 def may_be_unequal(dataset: tf.data.Dataset) -> bool:
@@ -172,36 +181,38 @@ def _policy_of(dataset: tf.data.Dataset) -> Any:
 
 def _own_rows(
     dataset: tf.data.Dataset,
+    layout: Layout,
     rank: int,
-    size: int,
     note: Note | None,
 ) -> tf.data.Dataset:
     """Take rows of whole batches."""
-    spec = dataset.element_spec
+    spec, memory = dataset.element_spec, layout.memory()
     random = tf.nest.pack_sequence_as(spec, provenance.random_parts(dataset))
 
     @tf.autograph.experimental.do_not_convert
     def own_rows(*element: Any) -> Any:
         if note is not None and len(element) > 1:
             note(lambda: _known(element[1], random[1]))
-        return rows_of(spec, element, rank, size)
+        return layout.rows_of(element, rank, memory)
 
     return dataset.map(own_rows)
 
 
-def _all_rows(dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
+def _all_rows(dataset: tf.data.Dataset, layout: Layout, size: int) -> tf.data.Dataset:
     """Use up each batch in N steps."""
-    spec = dataset.element_spec
+    memory = layout.memory()
 
     @tf.autograph.experimental.do_not_convert
     def all_rows(*element: Any) -> tf.data.Dataset:
         ranks = tf.data.Dataset.range(size)
-        return ranks.map(lambda r: rows_of(spec, element, r, size))
+        return ranks.map(lambda r: layout.rows_of(element, r, memory))
 
     return dataset.flat_map(all_rows)
 
 
-def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+def _sharded(
+    dataset: tf.data.Dataset, layout: Layout, rank: int, size: int
+) -> tf.data.Dataset:
     """Let TensorFlow shard a dataset, and divide its batches."""
     policy = _policy_of(dataset)
     hinted = any(map(_host.datasets.is_hinted, _upstream(dataset)))
@@ -212,7 +223,9 @@ def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
             "Received: a dataset without it, of which all workers would read all"
         )
     try:
-        own, divided = _host.datasets.auto_sharded(dataset, size, rank)
+        own, divided = _host.datasets.auto_sharded(
+            dataset, size, rank, divide=layout.divides_all
+        )
     except tf.errors.OpError as error:
         told = error.message.rpartition("}} ")[2].partition("input:")[0]
         told = " ".join(told.replace("goo.gle/debugstr", "").split())
@@ -229,7 +242,7 @@ def _sharded(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
             f"{files} files, {size} workers. Write the data to more files, or leave "
             "AUTO, by which each worker takes its rows of every batch"
         )
-    return own if divided else _all_rows(own, size)
+    return own if divided else _all_rows(own, layout, size)
 
 
 def _upstream(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

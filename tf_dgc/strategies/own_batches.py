@@ -13,6 +13,8 @@ from tf_dgc import _host
 from tf_dgc.strategies import slicing
 from tf_dgc.transports import Transport
 
+_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+
 
 class OwnBatches:
     """Whether a batch is this worker's own; there is one per strategy."""
@@ -35,18 +37,24 @@ class OwnBatches:
         Args:
             args: of the step: tensors or arrays with rows along the first axis, maybe
                 none.
-            step: takes such arguments.
+            step: takes such arguments. What it returns may have other numbers of rows
+                than they, as of tokens or boxes: they are joined in the order of rank.
         """
         args, count = slicing.at_least_one_row(slicing.as_tensors(args))
         with tf.device("CPU:0"):
             alone = self._alone.read_value()
 
-        def outputs_of(rows: tf.Tensor) -> tf.Tensor:
-            own = rows[:count]
+        def outputs_of(output: Any) -> Any:
+            if not isinstance(output, _TENSORS) or output.shape.rank == 0:
+                return output  # Keras says what it thinks of it
+            rows = tf.cast(slicing.rows_in(output), tf.int64)
+            # Without rows all are of the row of zeros.
+            last = tf.where(count == 0, tf.zeros_like(rows), rows)
+            own = slicing.sliced(output, tf.zeros_like(rows), last, None)
             return tf.cond(
                 alone,
                 lambda: own,
-                lambda: self._transport.all_gather_ragged(own, "predict"),
+                lambda: gathered_rows(self._transport, own, "predict"),
             )
 
         return tf.nest.map_structure(outputs_of, step(args))
@@ -58,6 +66,32 @@ class OwnBatches:
             return function()
         finally:
             self._alone.assign(False)
+
+
+def gathered_rows(transport: Transport, own: Any, name: str) -> Any:
+    """Join the rows that workers have, of a tensor of any kind, in the order of rank.
+
+    Args:
+        transport: between them; all call this.
+        own: of this worker, maybe none.
+        name: as for `Transport.all_gather`.
+    """
+    if isinstance(own, tf.RaggedTensor):
+        lengths = transport.all_gather_ragged(own.row_lengths(), f"{name}.lengths")
+        values = gathered_rows(transport, own.values, name)
+        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
+    if isinstance(own, tf.SparseTensor):
+        shapes = transport.all_gather(own.dense_shape, f"{name}.shapes")
+        before = tf.reduce_sum(shapes[: transport.rank, :1])
+        first, rest = own.indices[:, :1] + before, own.indices[:, 1:]
+        places = tf.concat([first, rest], axis=1)
+        shape = [tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)]
+        return tf.SparseTensor(
+            transport.all_gather_ragged(places, f"{name}.places"),
+            transport.all_gather_ragged(own.values, name),
+            tf.concat(shape, axis=0),
+        )
+    return transport.all_gather_ragged(own, name)
 
 
 def _predict_on_batch(

@@ -16,6 +16,7 @@ by. A worker without rows computes with a row of zeros, which counts nothing.
 
 import collections
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class Share:
         self._losses: list[str] = []  # kinds, in this step; see `note_loss`
         self._said: set[str] = set()
         self._factors: dict[Any, tf.Tensor] = {}  # of the step that runs
+        self._small_steps = SmallSteps()
 
     # Steps.
 
@@ -100,6 +102,8 @@ class Share:
 
         try:
             self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
+            if self._local:
+                self._small_steps.note(~self.empty)
             return self.logs.noted(model, function.__name__ == "test_step", run)
         finally:
             self._model, self._may_be_empty = None, False
@@ -306,7 +310,10 @@ class Share:
         if self._local:
             if _host.keras.follows_schedule(optimizer):  # by steps of its own
                 rate = tf.constant(float("nan"))
-            return Part(rate, tf.where(self.empty, 0.0, one), whole)
+            has_rows = ~self.empty
+            if getattr(optimizer, "gradient_accumulation_steps", None):
+                has_rows = self._small_steps.since_last(optimizer)
+            return Part(rate, tf.where(has_rows, one, 0.0), whole)
         if getattr(optimizer, "gradient_accumulation_steps", None):
             return Part(rate, one, whole)
         if not self._counts_own and "own" in self._losses:
@@ -352,6 +359,44 @@ class Share:
     ) -> dict[str, Any]:
         """Return the same logs of a step on all workers; see `Logs.agree`."""
         return self.logs.agree(logs, float(self._rows), model, testing)
+
+
+class SmallSteps:
+    """Steps in which this worker had rows, between two that optimizers apply."""
+
+    def __init__(self) -> None:
+        """Create the counter, outside of any graph."""
+        self._count = _counter()
+        self._applied: weakref.WeakKeyDictionary[Any, tf.Variable] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def note(self, has_rows: tf.Tensor) -> None:
+        """Count a step: `has_rows` has shape [], bool."""
+        self._count.assign_add(tf.cast(has_rows, tf.int64))
+
+    def since_last(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+        """Tell whether there was such a step since an optimizer was last asked for.
+
+        Args:
+            optimizer: that accumulates gradients, and applies them now.
+
+        Returns:
+            shape [], bool.
+        """
+        if optimizer not in self._applied:
+            self._applied[optimizer] = _counter()
+        before = self._applied[optimizer]
+        found = self._count > before.read_value()
+        before.assign(self._count)
+        return found
+
+
+def _counter() -> tf.Variable:
+    own = tf.VariableSynchronization.NONE
+    with tf.init_scope(), tf.device("CPU:0"):
+        zero = tf.zeros([], tf.int64)
+        return tf.Variable(zero, trainable=False, synchronization=own)
 
 
 def run_with_a_row(

@@ -1,29 +1,78 @@
 """Rows of batches: how many there are, a worker's, and none. Pure tensor functions."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc.strategies import provenance
+
+INPUTS, TARGETS, OTHERS = range(3)  # groups of the components of an element
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
 
-def rows_of(spec: Any, element: tuple[Any, ...], rank: Any, size: int) -> Any:
-    """Return one worker's rows of a global batch, in the structure of `spec`.
+class Component(NamedTuple):
+    """A part of an element."""
+
+    name: str
+    group: int
+    rank: int | None  # of a tensor; -1 of what is none
+    rows: int | None  # where its shape tells
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether this is a tensor with a first axis."""
+        return self.rank is None or self.rank > 0
+
+
+def components_of(spec: Any) -> list[Component]:
+    """Return the components of an element, flat.
 
     Args:
-        spec: any structure of `element`'s parts.
-        element: of tensors, None among them.
-        rank: an integer, or a tensor of shape [] and any integer type.
-        size: N.
+        spec: (x, y, others ...), or x: tensors, or their specs, in any structure.
     """
-    flat = tf.nest.flatten(element)
-    count = tf.cast(
-        next(_row_count(part) for part in flat if not is_nothing(part)), "int64"
-    )
-    start, stop = bounds(count, rank, size)
-    rows = [sliced(part, start, stop, size) for part in flat]
-    return tf.nest.pack_sequence_as(spec, rows)
+    parts = spec if isinstance(spec, tuple) else (spec,)
+    found = []
+    for place, part in enumerate(parts):
+        group = min(place, OTHERS)
+        name = ("x", "y")[place] if place < OTHERS else f"element[{place}]"
+        flat = tf.nest.flatten(part)
+        names = _names(part, name)
+        if len(names) != len(flat):
+            names = [f"{name}[{i}]" for i in range(len(flat))]
+        found += [_component(*pair, group) for pair in zip(names, flat, strict=True)]
+    return found
+
+
+def _component(name: str, part: Any, group: int) -> Component:
+    shape = getattr(part, "shape", None)
+    if shape is None or is_nothing(part) or provenance.is_none(part):
+        return Component(name, group, -1, None)
+    shape = tf.TensorShape(shape)
+    return Component(name, group, shape.rank, shape[0] if shape.rank else None)
+
+
+def anchor_of(components: Sequence[Component]) -> int | None:
+    """Return the index of a component that has the rows of the batch, if one has.
+
+    A target, or an input where there are none; one whose number of rows is not fixed.
+    """
+    rows = [(i, c) for i, c in enumerate(components) if c.has_rows]
+    by_group = [[(i, c) for i, c in rows if c.group == g] for g in range(OTHERS + 1)]
+    found = by_group[TARGETS] or by_group[INPUTS] or by_group[OTHERS]
+    return min(found, key=lambda pair: pair[1].rows is not None)[0] if found else None
+
+
+def _names(part: Any, name: str) -> list[str]:
+    """Return the names of the tensors of a structure, in the order of tf.nest."""
+    if isinstance(part, Mapping):
+        pairs: Any = [(repr(key), part[key]) for key in sorted(part)]
+    elif isinstance(part, (tuple, list)):
+        pairs = enumerate(part)
+    else:
+        return [name]
+    return [n for key, each in pairs for n in _names(each, f"{name}[{key}]")]
 
 
 def bounds(count: tf.Tensor, rank: Any, size: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -52,44 +101,64 @@ def as_tensors(structure: Any) -> Any:
     )
 
 
-def row_count(structure: Any) -> Any:
-    """Return how many rows the tensors of a structure have.
+def row_count(args: Any) -> Any:
+    """Return how many rows the batch has that a step gets.
+
+    Args:
+        args: of the step: an element, or (x, y, ...).
 
     Returns:
         An integer where that is known of tensors of a graph, a tensor of shape [] where
-        it is not; None where they have no rows, or not as many.
+        it is not; None where there are no tensors with rows.
     """
-    flat = [part for part in tf.nest.flatten(structure) if isinstance(part, _TENSORS)]
-    if not flat or any(part.shape.rank in (None, 0) for part in flat):
+    part = _with_rows(args)
+    if part is None:
         return None
-    known = {part.shape[0] for part in flat} - {None}
-    if len(known) > 1:
-        return None
-    return known.pop() if known else tf.cast(_row_count(flat[0]), tf.int32)
+    rows = part.shape[0] if part.shape.rank else None
+    return tf.cast(rows_in(part), tf.int32) if rows is None else rows
 
 
-def at_least_one_row(structure: Any) -> tuple[Any, tf.Tensor]:
+def at_least_one_row(args: Any) -> tuple[Any, tf.Tensor]:
     """Add a row of zeros to what has none, as some layers refuse that.
 
     Args:
-        structure: tensors with rows along the first axis, ragged and sparse ones too,
-            and anything that is no tensor.
+        args: as for `row_count`: tensors with rows along the first axis, ragged and
+            sparse ones too, and anything that is no tensor.
 
     Returns:
-        The structure, and how many rows it had: shape [], int32.
+        The structure, and how many rows the batch had: shape [], int32.
     """
-    flat = tf.nest.flatten(structure)
-    first = next(part for part in flat if isinstance(part, _TENSORS))
-    count = tf.cast(_row_count(first), tf.int32)
+    part = _with_rows(args)
+    if part is None:
+        return args, tf.ones([], tf.int32)
+    count = tf.cast(rows_in(part), tf.int32)
+    flat = tf.nest.flatten(args)
     filled = [
-        _filled(part, count == 0) if isinstance(part, _TENSORS) else part
-        for part in flat
+        _filled(part, count == 0) if _may_be_empty(part) else part for part in flat
     ]
-    return tf.nest.pack_sequence_as(structure, filled), count
+    return tf.nest.pack_sequence_as(args, filled), count
+
+
+def _with_rows(args: Any) -> Any:
+    """Return a tensor that has the rows of the batch; None where there is none."""
+    one = isinstance(args, (tuple, list)) and len(args) == 1
+    element = args[0] if one else tuple(args) if isinstance(args, list) else args
+    flat = tf.nest.flatten(element)
+    tensors = [part if isinstance(part, _TENSORS) else None for part in flat]
+    components = components_of(tf.nest.pack_sequence_as(element, tensors))
+    anchor = anchor_of(components)
+    return None if anchor is None else flat[anchor]
+
+
+def _may_be_empty(part: Any) -> bool:
+    if not isinstance(part, _TENSORS) or part.shape.rank == 0:
+        return False
+    return not (part.shape.rank and part.shape[0])
 
 
 def _filled(part: Any, empty: tf.Tensor) -> Any:
-    """Return a tensor with a row of zeros more, where it is empty."""
+    """Return a tensor with a row of zeros more, where it and the batch are empty."""
+    empty &= tf.equal(rows_in(part), 0)  # what workers share may have rows
     if isinstance(part, tf.SparseTensor):
         shape = part.dense_shape
         more = tf.cast(empty, shape.dtype)
@@ -108,7 +177,8 @@ def _filled(part: Any, empty: tf.Tensor) -> Any:
         return tf.concat([part, row], axis=0)
 
     filled = tf.cond(empty, with_row, lambda: tf.identity(part))
-    filled.set_shape([part.shape[0] or None, *part.shape[1:]])
+    if part.shape.rank is not None:
+        filled.set_shape([part.shape[0] or None, *part.shape[1:]])
     return filled
 
 
@@ -125,7 +195,8 @@ def is_nothing(part: Any) -> bool:
     return part is None or isinstance(part, tf.experimental.Optional)
 
 
-def _row_count(part: Any) -> Any:
+def rows_in(part: Any) -> Any:
+    """Return how many rows a tensor of any kind has: shape [], an integer type."""
     if isinstance(part, tf.RaggedTensor):
         return part.nrows()
     return (part.dense_shape if isinstance(part, tf.SparseTensor) else tf.shape(part))[
@@ -133,8 +204,11 @@ def _row_count(part: Any) -> Any:
     ]
 
 
-def sliced(part: Any, start: Any, stop: Any, size: int) -> Any:
-    """Return rows of a tensor of any kind, or None as it is; one of `size` shares."""
+def sliced(part: Any, start: Any, stop: Any, size: int | None) -> Any:
+    """Return rows of a tensor of any kind, or None as it is; one of `size` shares.
+
+    Of some rows that may be all, or may be none, `size` is None.
+    """
     if is_nothing(part):
         return part
     if isinstance(part, tf.SparseTensor):
@@ -145,7 +219,6 @@ def sliced(part: Any, start: Any, stop: Any, size: int) -> Any:
     if not isinstance(rows, tf.Tensor) or rows.shape.rank is None:
         return rows
     whole = part.shape[0]
-    even = whole is not None and whole > 0 and whole % size == 0
     # Some layers refuse a batch that is known to be empty, not one that is empty.
-    length = whole // size if even else None
+    length = whole // size if size and whole and whole % size == 0 else None
     return tf.compat.v1.placeholder_with_default(rows, [length, *part.shape[1:]])
