@@ -372,25 +372,26 @@ def is_rowwise(optimizer: Any) -> bool:
     return kind is keras.optimizers.Adagrad
 
 
-def check_outsider(model: keras.Model, others: bool) -> str:
+def check_outsider(model: keras.Model, on_purpose: bool) -> str:
     """Return a warning of a model that is of no strategy, where there is one.
 
     Args:
         model: of the user, about to be trained, where there are several workers.
-        others: whether anything was made in a strategy's scope: then the model may
-            have been made outside of it on purpose.
+        on_purpose: whether the model may have been made outside on purpose.
 
     Raises:
-        ValueError: nothing was.
+        ValueError: it may not.
     """
     told = (
         f"The model {model.name!r} was made outside the scope of the strategy, so each "
         "worker trains it by itself"
     )
-    remedy = "build and compile it inside `with strategy.scope():`."
-    if not others:
-        raise ValueError(f"{told}, and nothing was made inside: {remedy}")
-    return f"{told}. Where that is not meant, {remedy}"
+    remedy = "build and compile it inside `with strategy.scope():`"
+    if threading.current_thread() is not threading.main_thread():
+        remedy += ", in the same thread"
+    if not on_purpose:
+        raise ValueError(f"{told}: {remedy}.")
+    return f"{told}. Where that is not meant, {remedy}."
 
 
 def clipping_of(optimizer: keras.optimizers.Optimizer) -> list[str]:

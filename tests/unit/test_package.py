@@ -98,6 +98,7 @@ def wanted() -> list[tuple[Any, str]]:
         _host.hooks,
         _host.iterators,
         _host.keras,
+        _host.scopes,
         _host.shared,
         _host.tensorflow,
     )
@@ -436,10 +437,13 @@ PUBLIC = {
     "FuncGraph",
     "caller",
     "get",
+    "get_default",
+    "get_default_graph",
     "global_seed",
     "next",
     "random",
     "resolve",
+    "stack",
     "value_container",
 }
 

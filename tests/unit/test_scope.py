@@ -52,8 +52,8 @@ class OutsideTest(tf.test.TestCase):
             with self.assertRaisesRegex(
                 ValueError,
                 "model 'sequential.*' was made outside the scope of the strategy, so "
-                "each worker trains it by itself, and nothing was made inside: build "
-                "and compile it inside `with strategy.scope",
+                "each worker trains it by itself: build and compile it inside `with "
+                "strategy.scope",
             ):
                 train()
         for one, two in zip(before, model.get_weights(), strict=True):

@@ -11,6 +11,7 @@ from tf_dgc._host import (
     iterators,
     keras,
     probe,
+    scopes,
     shared,
     tensorflow,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "iterators",
     "keras",
     "probe",
+    "scopes",
     "shared",
     "tensorflow",
 ]

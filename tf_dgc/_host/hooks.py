@@ -106,7 +106,9 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             which is public;
             "mean": keras.metrics.Mean.update_state(values, sample_weight), which is
             public;
-            "average loss": tf.nn.compute_average_loss, which is public.
+            "average loss": tf.nn.compute_average_loss, which is public;
+            "set strategy": tf.distribute.experimental_set_strategy(strategy), which is
+            public.
         hook: gets the function that was there before, and its arguments.
     """
     owner, attribute = {
@@ -141,6 +143,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "loss call": (keras.losses.Loss, "__call__"),
         "mean": (keras.metrics.Mean, "update_state"),
         "average loss": (tf.nn, "compute_average_loss"),
+        "set strategy": (tf.distribute, "experimental_set_strategy"),
     }[name]
     if inspect.isclass(owner):
         owner = next(each for each in owner.__mro__ if attribute in vars(each))

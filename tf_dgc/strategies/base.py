@@ -20,7 +20,7 @@ from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import adopted, files
+from tf_dgc.strategies import adopted, files, fits
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
@@ -79,6 +79,14 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self.own_batches = OwnBatches(self._transport)
             self.extended.share_seed()
             atexit.register(self.extended.warn_if_unused)
+
+    def scope(self) -> Any:
+        """Return a context in which variables, models and optimizers are of this.
+
+        It stays entered where TensorFlow's default graph is reset, as by
+        `keras.utils.clear_session`.
+        """
+        return _host.scopes.Scope(super().scope)
 
     @property
     def rank(self) -> int:
@@ -391,8 +399,10 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 @functools.cache
 def _watch_models() -> None:
     """Look at all models of this process before Keras builds or trains them."""
+    fits.install(lambda strategy: isinstance(strategy, BaseStrategy))
     _host.hooks.wrap("build", _build)
-    _host.hooks.wrap("train function", _make_train_function)
+    _host.hooks.wrap("fit", _refuse_outsider)
+    _host.hooks.wrap("train function", _refuse_outsider)
     _host.hooks.wrap("compile", _compile)
 
 
@@ -421,14 +431,15 @@ def _build(original: Callable[..., Any], model: keras.Model, **batches: Any) -> 
     return original(model, **batches)
 
 
-def _make_train_function(
-    original: Callable[..., Any], model: keras.Model, force: bool = False
+def _refuse_outsider(
+    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a model that was forgotten to be made in the scope."""
+    """Refuse to train a model that was forgotten to be made in the scope."""
     if _of_several and not isinstance(_host.keras.strategy_of(model), BaseStrategy):
         used = any(strategy.extended.used for strategy in _of_several)
-        next(iter(_of_several))._warn([optimizers.check_outsider(model, used)])
-    return original(model, force)
+        on_purpose = used and fits.may_be_outside()
+        next(iter(_of_several))._warn([optimizers.check_outsider(model, on_purpose)])
+    return original(model, *args, **kwargs)
 
 
 def _trained_in(model: keras.Model | None) -> tuple[list[Any] | None, list[Any]]:

@@ -1,0 +1,129 @@
+"""Where models are trained: under which strategy, and in which thread.
+
+A strategy that was set holds for all threads that build and train models, and for one
+training at a time: steps of two threads would meet other workers in any order.
+"""
+
+import contextlib
+import multiprocessing.dummy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+
+from tf_dgc import _host
+
+
+class _Run(NamedTuple):
+    """A call of `fit`, `evaluate` or `predict`."""
+
+    what: str
+    model: keras.Model
+    thread: threading.Thread
+    several: bool  # whether several workers take part
+
+
+_running: list[_Run] = []
+_entering = threading.Lock()
+
+
+def install(is_own: Callable[[Any], bool]) -> None:
+    """Watch what is set, and what trains, for all of this process; once.
+
+    Args:
+        is_own: tells whether a strategy is one of this package.
+    """
+    if not _is_own:
+        _is_own.append(is_own)
+    _host.hooks.wrap("set strategy", _set)
+    _host.hooks.wrap("fit", _fit)
+    _host.hooks.wrap("evaluate", _evaluate)
+    _host.hooks.wrap("predict", _predict)
+
+
+_is_own: list[Callable[[Any], bool]] = []
+
+
+def may_be_outside() -> bool:
+    """Tell whether a model of no strategy may have been made so on purpose.
+
+    Not where a strategy was set for the whole process, nor in a thread that has left
+    the scope of another thread behind.
+    """
+    if _host.scopes.strategy_of_process() is not None:
+        return False
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main or not _host.scopes.is_open_elsewhere()
+
+
+def _set(original: Callable[[Any], None], strategy: Any) -> None:
+    original(strategy)
+    own = any(check(strategy) for check in _is_own)
+    _host.scopes.set_for_process(strategy if own else None, _takes_strategy)
+
+
+def _takes_strategy() -> bool:
+    """Tell whether this thread may build models: it does not read data for a `fit`.
+
+    Threads that are started while a model is trained, those of TensorFlow, and the
+    pools of `multiprocessing.dummy` by which Keras reads data, make variables of their
+    own, which no other worker makes at the same time.
+    """
+    thread = threading.current_thread()
+    of_pool = isinstance(thread, multiprocessing.dummy.DummyProcess)
+    of_tensorflow = thread.name.startswith("Dummy-")  # Python's name of the threads
+    return not (_running or of_pool or of_tensorflow)  # that others have started
+
+
+def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    with _noted("fit", model):
+        return original(model, *args, **kwargs)
+
+
+def _evaluate(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with _noted("evaluate", model):
+        return original(model, *args, **kwargs)
+
+
+def _predict(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with _noted("predict", model):
+        return original(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _noted(what: str, model: keras.Model) -> Iterator[None]:
+    """Note a run; refuse one beside that of another thread.
+
+    Raises:
+        RuntimeError: a model of several workers is run in another thread.
+    """
+    strategy = _host.keras.strategy_of(model)
+    if not any(check(strategy) for check in _is_own):
+        yield
+        return
+    several = getattr(strategy, "share", None) is not None
+    run = _Run(what, model, threading.current_thread(), several)
+    with _entering:
+        others = [each for each in _running if each.thread is not run.thread]
+        if several and any(each.several for each in others):
+            _refuse(run, others[0])
+        _running.append(run)
+    try:
+        yield
+    finally:
+        _running.remove(run)
+
+
+def _refuse(run: _Run, other: _Run) -> None:
+    raise RuntimeError(
+        "Several workers train one model at a time: in which order threads come, no "
+        f"other worker knows. Received: `{run.what}` of {run.model.name!r} in thread "
+        f"{run.thread.name!r}, while thread {other.thread.name!r} is in `{other.what}` "
+        f"of {other.model.name!r}. Train one after the other, as with "
+        "ThreadPoolExecutor(max_workers=1)"
+    )
