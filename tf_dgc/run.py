@@ -7,9 +7,10 @@
 
 Each worker gets a `TF_CONFIG` that names all of them, by which the strategies find each
 other. With `--strategy` the script needs no changed line: the strategy is made and set
-before it runs. Each line of output is prefixed with the worker's rank. When one worker
-fails, all are ended, and with `--restarts` the job is started again: it continues where
-its `BackupState` has its last backup. Ctrl-C and SIGTERM are passed on to all workers.
+when it first uses TensorFlow. Each line of output is prefixed with the worker's rank.
+When one worker fails, all are ended, and with `--restarts` the job is started again: it
+continues where its `BackupState` has its last backup. Ctrl-C and SIGTERM are passed on
+to all workers.
 The exit status is that of the first worker to fail, 128 + N for signal N; 124 where
 `--timeout` is out, 127 where the workers cannot be started. The pauses before restarts
 grow from one second to a minute; a script that is not there is not started again.
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     end = parser.add_argument_group("the end")
     end.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start again so often"
+    )
+    end.add_argument(
+        "--pause",
+        type=float,
+        default=1.0,
+        help="seconds before the first restart; each time twice as long, to a minute",
     )
     end.add_argument("--timeout", type=float, help="end all after so many seconds")
     end.add_argument(
@@ -194,7 +201,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.ps < 0:
         raise ValueError(f"`--ps` must be 0 or more. Received: --ps {options.ps}")
-    for name in ("timeout", "grace", "silence"):
+    for name in ("pause", "timeout", "grace", "silence"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ValueError(
@@ -229,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = passed, ssh, lambda: job.received, options.ps
         return hosts.Hosts(command, places, *how)
 
-    return job.run(start, options.restarts)
+    return job.run(start, options.restarts, options.pause)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ class RestartsTest(unittest.TestCase):
     ) -> tuple[list[dict[str, Any]], int]:
         """Return what the workers tell at the end, and the steps that were taken."""
         folder = self.enterContext(tempfile.TemporaryDirectory())
-        own = ["-n", "2", "--restarts", str(len(kills)), "--strategy", *chosen]
+        own = ["-n", "2", "--restarts", str(len(kills)), "--pause", "0"]
+        own += ["--strategy", *chosen]
         done = subprocess.run(
             [sys.executable, "-m", "tf_dgc.run", *own, SCRIPT, folder, str(FREQ)]
             + [str(step) for step in kills],

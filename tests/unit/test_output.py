@@ -108,16 +108,20 @@ class StreamTest(unittest.TestCase):
 
 class PausesTest(unittest.TestCase):
     def test_each_is_longer_up_to_a_bound(self) -> None:
-        pauses, now, found = Pauses(0.0), 0.0, []
+        pauses, now, found = Pauses(1.0, 0.0), 0.0, []
         for _ in range(9):
             found.append(pauses.after_failure(now))
             now += found[-1] + 5.0  # it fails again five seconds after its start
         self.assertEqual(found, [1, 2, 4, 8, 16, 32, 60, 60, 60])
 
     def test_what_has_run_for_long_begins_anew(self) -> None:
-        pauses = Pauses(0.0)
+        pauses = Pauses(1.0, 0.0)
         self.assertEqual([pauses.after_failure(1.0) for _ in range(3)], [1, 2, 4])
         self.assertEqual(pauses.after_failure(700.0), 1)
+
+    def test_there_may_be_none(self) -> None:
+        pauses = Pauses(0.0, 0.0)
+        self.assertEqual([pauses.after_failure(1.0) for _ in range(3)], [0, 0, 0])
 
 
 if __name__ == "__main__":

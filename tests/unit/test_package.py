@@ -100,6 +100,7 @@ def wanted() -> list[tuple[Any, str]]:
         _host.keras,
         _host.scopes,
         _host.shared,
+        _host.startup,
         _host.tensorflow,
     )
     return [each for part in parts for each in part.wanted()]

@@ -1,5 +1,6 @@
 """Tests of what runs a script that knows nothing of this package."""
 
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -14,6 +15,7 @@ import keras
 import tensorflow as tf
 
 import tf_dgc
+from tf_dgc._host import startup
 from tf_dgc.launcher import script, settings
 
 
@@ -96,6 +98,44 @@ with tf_dgc.DenseStrategy().scope():
             self.run_script(text, settings.Settings("dense", {}))
         (note,) = caught.exception.__notes__
         self.assertRegex(note, "make no other one in it, or leave out --strategy")
+
+    def test_the_strategy_is_made_when_it_is_needed(self) -> None:
+        made: list[str] = []
+        pending = script.Pending(lambda: made.append("") or tf_dgc.DenseStrategy())
+        startup.before_first_use(pending.settle)
+        tf.config.threading.get_intra_op_parallelism_threads()
+        self.assertEqual(made, [])
+        optimizer = keras.optimizers.SGD()
+        self.assertEqual(made, [""])
+        self.assertIs(optimizer._distribution_strategy, tf.distribute.get_strategy())
+        self.assertIsInstance(tf.distribute.get_strategy(), tf_dgc.DenseStrategy)
+
+    def test_a_strategy_that_cannot_be_made_is_an_error_each_time(self) -> None:
+        def make() -> None:
+            raise TimeoutError("Worker 1 did not come")
+
+        startup.before_first_use(script.Pending(make).settle)
+        self.addCleanup(startup.before_first_use, lambda: True)
+        for kind in (TimeoutError, RuntimeError):
+            with self.assertRaisesRegex(kind, "Worker 1 did not come"):
+                keras.optimizers.SGD()
+
+    def test_other_threads_and_processes(self) -> None:
+        pending = script.Pending(tf_dgc.DenseStrategy)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            self.assertFalse(pool.submit(pending.settle).result())
+        self.assertFalse(tf.distribute.has_strategy())  # set in this thread only
+        with mock.patch.object(os, "getpid", lambda: -1):
+            self.assertTrue(pending.settle())
+        self.assertFalse(tf.distribute.has_strategy())
+        self.assertTrue(pending.settle())
+        self.assertTrue(tf.distribute.has_strategy())
+
+    def test_a_script_without_a_use_of_it_is_told(self) -> None:
+        pending = script.Pending(tf_dgc.DenseStrategy)
+        with self.assertLogs("tf_dgc") as logs:
+            pending.warn_if_unused()
+        self.assertIn("--strategy has done nothing", logs.output[0])
 
     def test_what_a_script_raises_comes_through(self) -> None:
         chosen = settings.Settings("dense", {})

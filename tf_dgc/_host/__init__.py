@@ -13,6 +13,7 @@ from tf_dgc._host import (
     probe,
     scopes,
     shared,
+    startup,
     tensorflow,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "probe",
     "scopes",
     "shared",
+    "startup",
     "tensorflow",
 ]

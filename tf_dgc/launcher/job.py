@@ -11,9 +11,9 @@ from tf_dgc.launcher.workers import POLL_SECONDS, CannotStart, NotThere
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIMED_OUT = 124  # as of timeout(1)
 CANNOT_START = 127  # as of a shell
-# A worker that fails for a server's end may be heard of before the server; therefore
-# the shortest pause, too.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# A worker that fails for a server's end may be heard of before the server.
+_HEARD_SECONDS = 1.0
+_LONGEST_PAUSE = 60.0
 _STEADY_SECONDS = 600.0
 
 
@@ -41,18 +41,18 @@ class Group(Protocol):
 class Pauses:
     """Pauses before something is started again: each twice as long as the last.
 
-    What has run for ten minutes begins anew.
+    None is longer than a minute. What has run for ten minutes begins anew.
     """
 
-    def __init__(self, now: float) -> None:
-        """Begin at a time, in seconds."""
-        self._pause, self._began = 0.0, now
+    def __init__(self, first: float, now: float) -> None:
+        """Begin at a time; all in seconds."""
+        self._first, self._pause, self._began = first, 0.0, now
 
     def after_failure(self, now: float) -> float:
         """Return the seconds to wait after a failure at this time."""
         if now - self._began > _STEADY_SECONDS:
             self._pause = 0.0
-        self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        self._pause = min(max(2 * self._pause, self._first), _LONGEST_PAUSE)
         self._began = now + self._pause
         return self._pause
 
@@ -97,26 +97,29 @@ class Job:
                 signal.signal(signum, lambda number, _: self.received.append(number))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes
 
-    def run(self, start: Callable[[int], Group], restarts: int = 0) -> int:
+    def run(
+        self, start: Callable[[int], Group], restarts: int = 0, pause: float = 1.0
+    ) -> int:
         """Run to the end; start again what fails.
 
         Args:
             start: starts all tasks; takes how often any were started again before.
             restarts: how often that may be.
+            pause: seconds before the first time; see `Pauses`.
 
         Returns:
             The exit status to end with: 0, or that of the first worker to fail (128 + N
             for signal N), 124 where the time is out, 127 where they cannot be started.
         """
-        self._restarts, self._again = restarts, 0
-        pauses = Pauses(time.monotonic())
+        self._restarts, self._again, self._pause = restarts, 0, pause
+        pauses = Pauses(pause, time.monotonic())
         while True:
             status, final = self._attempt(start)
             if final or self._again == restarts:
                 return status
-            pause = pauses.after_failure(time.monotonic())
-            self._count("starting again", f" in {pause:g} s")
-            end, over = None, time.monotonic() + pause
+            seconds = pauses.after_failure(time.monotonic())
+            self._count("starting again", f" in {seconds:g} s")
+            end, over = None, time.monotonic() + seconds
             while time.monotonic() < over and (end := self._end_by_itself()) is None:
                 time.sleep(POLL_SECONDS)
             if end is not None:
@@ -185,8 +188,11 @@ class Job:
         for rank, code in enumerate(workers):
             if code and rank not in self._given_up:
                 if rank not in self._failed:
-                    pauses = self._pauses.setdefault(rank, Pauses(self._began))
-                    self._failed[rank] = now + pauses.after_failure(now)
+                    pauses = self._pauses.setdefault(
+                        rank, Pauses(self._pause, self._began)
+                    )
+                    wait = max(pauses.after_failure(now), _HEARD_SECONDS)
+                    self._failed[rank] = now + wait
                 if now > self._failed[rank]:
                     self._replace(group, rank, code, needed=workers[0] != 0)
                 over = False

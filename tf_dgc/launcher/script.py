@@ -2,15 +2,22 @@
 
     python -m tf_dgc.launcher.script SETTINGS [-m] SCRIPT [ARGUMENT ...]
 
-The strategy is made and set, then the script runs as if Python had been given it.
+The script runs as if Python had been given it. The strategy is made and set when it
+first uses TensorFlow, so that it may configure TensorFlow before (`tf.config`).
 """
 
+import atexit
 import importlib
+import json
+import logging
 import os
+import random
 import runpy
 import sys
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tf_dgc.launcher import settings
 
@@ -20,24 +27,105 @@ _MIXED = (
 )
 
 
+_UNUSED = (
+    "The script has not used TensorFlow, so --strategy has done nothing: each worker "
+    "ran by itself"
+)
+_logger = logging.getLogger("tf_dgc")
+
+
+class Pending:
+    """A strategy that is made and set when it is first needed."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """Take what makes the strategy."""
+        self._make, self._process = make, os.getpid()
+        self._thread = threading.current_thread()
+        self._lock, self._making = threading.Lock(), False
+        self._strategy: Any = None
+        self._error: BaseException | None = None
+        self._set = False
+
+    def settle(self) -> bool:
+        """Make the strategy, and set it in the thread that made this object.
+
+        Returns:
+            Whether it is set. A child of this process is no worker, and gets none.
+        """
+        if os.getpid() != self._process:
+            return True
+        if self._making:  # what makes it uses TensorFlow, in threads of its own, too
+            return False
+        with self._lock:
+            if self._set:
+                return True
+            if self._error is not None:
+                raise RuntimeError(
+                    f"tf-dgc-run --strategy could not make the strategy: {self._error}"
+                ) from self._error
+            if self._strategy is None:
+                self._strategy = self._made()
+            if threading.current_thread() is not self._thread:
+                return False
+            self._set = True
+        tf = importlib.import_module("tensorflow")
+        tf.distribute.experimental_set_strategy(self._strategy)
+        return True
+
+    def _made(self) -> Any:
+        self._making = True
+        try:
+            return self._make()
+        except BaseException as error:
+            self._error = error  # for those who go on after it
+            raise
+        finally:
+            self._making = False
+
+    def warn_if_unused(self) -> None:
+        """Warn where the strategy was never needed, at the end of the process."""
+        if self._strategy is None and self._error is None:
+            _logger.warning(_UNUSED)
+
+
 def set_strategy(chosen: settings.Settings) -> None:
-    """Make the strategy and set it for all that this thread does.
+    """Let the strategy be made and set when this process first uses TensorFlow.
+
+    A parameter server makes it at once, and serves.
 
     Raises:
-        ValueError, TimeoutError, RuntimeError: see `tf_dgc.DenseStrategy`.
+        ValueError, TimeoutError, RuntimeError: see `tf_dgc.DenseStrategy`; by what uses
+            TensorFlow first.
     """
-    tf = importlib.import_module("tensorflow")
     strategies = importlib.import_module("tf_dgc.strategies")
+    startup = importlib.import_module("tf_dgc._host.startup")
+    random.seed(chosen.seed)
+    importlib.import_module("numpy").random.seed(chosen.seed)
     record = chosen.record()
-    if chosen.strategy == "dense":
-        strategy = strategies.DenseStrategy()
-    elif chosen.strategy == "dgc":
-        strategy = strategies.DGCStrategy(record)
-    elif chosen.strategy == "downpour":  # does not come back in a server's task
-        strategy = strategies.DownpourStrategy(record)
-    else:
-        strategy = strategies.ParameterAveragingStrategy(record)
-    tf.distribute.experimental_set_strategy(strategy)
+
+    def make() -> Any:
+        if chosen.strategy == "dense":
+            return strategies.DenseStrategy()
+        if chosen.strategy == "dgc":
+            return strategies.DGCStrategy(record)
+        if chosen.strategy == "downpour":  # does not come back in a server's task
+            return strategies.DownpourStrategy(record)
+        return strategies.ParameterAveragingStrategy(record)
+
+    pending = Pending(make)
+    if _is_server():
+        pending.settle()
+        return
+    startup.before_first_use(pending.settle)
+    if not importlib.import_module("tf_dgc._host.tensorflow").tensorflow_has_started():
+        atexit.register(pending.warn_if_unused)
+
+
+def _is_server() -> bool:
+    try:
+        return json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps"
+    except (KeyError, TypeError, ValueError):  # told by the strategy
+        return False
 
 
 def run(script: str, arguments: Sequence[str], module: bool = False) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,12 @@ class Settings:
     Attributes:
         strategy: one of STRATEGIES.
         config: what its settings' `from_config` takes.
+        seed: of `random` and `numpy.random` on all workers, where the script sets none.
     """
 
     strategy: str
     config: Mapping[str, Any]
+    seed: int = dataclasses.field(default_factory=lambda: secrets.randbits(32))
 
     def __post_init__(self) -> None:
         """Check them.
@@ -54,7 +57,7 @@ class Settings:
 
     def text(self) -> str:
         """Return all of it in one word of a command line."""
-        return json.dumps({"strategy": self.strategy, "config": dict(self.config)})
+        return json.dumps(dataclasses.asdict(self))
 
 
 def of_text(text: str) -> Settings:

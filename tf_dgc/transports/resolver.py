@@ -7,6 +7,7 @@ import os
 
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.transports import base, rendezvous, schedulers
 from tf_dgc.transports.collective import CollectiveTransport
 from tf_dgc.transports.horovod import MPI_SIZES, HorovodTransport, has_mpi
@@ -36,6 +37,7 @@ def resolve(transport: "str | base.Transport") -> base.Transport:
             tell enough of other workers; names what is missing.
         TimeoutError: a worker did not come.
     """
+    _host.startup.prepare_now()  # a launcher's strategy comes first
     if isinstance(transport, base.Transport):
         return transport
     if not isinstance(transport, str):
