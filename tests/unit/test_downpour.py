@@ -241,5 +241,30 @@ class SuccessionTest(parameterized.TestCase):
                 job.kill(strategy)
 
 
+class HeartbeatTest(parameterized.TestCase):
+    def test_a_worker_whose_main_thread_hangs_counts_as_gone(self) -> None:
+        with local_servers.Job(workers=2) as job:
+            strategy = job.worker(0)
+            members = strategy._members
+            moves = members.meetings.moves
+            members.pulse.end()
+
+            def beats() -> bool:
+                members.put(members._seen, 0.0)
+                self.assertTrue(members.beat())  # the place is its own
+                return bool(members.living()[0])
+
+            self.assertTrue(beats())
+            moves._since -= 1e6  # as if for a long time nothing had moved
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                self.assertFalse(beats())
+            self.assertIn("This worker has taken no step for", logs.output[0])
+            for move in (moves.wait, lambda: strategy.run(lambda: None)):
+                moves._since -= 1e6
+                move()
+                self.assertTrue(beats())
+                self.assertFalse(moves.idle() > 1e5)
+
+
 if __name__ == "__main__":
     tf.test.main()

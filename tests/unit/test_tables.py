@@ -31,7 +31,7 @@ def table(rows: int, edges: list[int], width: int = 4, writes: bool = True) -> T
         Cursor(),
         watched=True,
         strategy=None,
-        writes=writes,
+        writes=lambda: writes,
     )
 
 

@@ -1,37 +1,53 @@
 """Tests of steps that workers take together on servers: in this process, by threads."""
 
 import itertools
+import random
 import threading
+import time
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 from tf_dgc.exchanges.together import Pieces, Together
+from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.shards import Shard
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import INSIDE, Turns
 
 DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
+TIMEOUT = 1.0
 _numbers = itertools.count()
 
 
 class Worker:
     """One of `members`, of whom tests say who lives."""
 
-    def __init__(self, index: int, dead: set[int], workers: int) -> None:
+    def __init__(self, index: int, dead: set[int], workers: int, name: str) -> None:
         self.index, self.workers, self.liveness, self.dead = index, workers, 0.3, dead
+
+        def make(kind: str, dtype: Any, shape: Any) -> Any:
+            return servers_of().variable(f"{name}.{kind}", dtype, shape)
+
+        self.meetings = Meetings(make, self, TIMEOUT)
 
     def living(self) -> tf.Tensor:
         return tf.constant([k not in self.dead for k in range(self.workers)])
+
+    def absent(self) -> np.ndarray:
+        return np.zeros([self.workers], bool)
 
     def put(self, variable: Any, value: Any) -> None:
         values = tf.reshape(tf.cast(value, variable.dtype), [1])
         variable.scatter_update(tf.IndexedSlices(values, tf.constant([self.index])))
 
-    def wait_for_others(self, counts: Any, own: int, subject: str) -> None:
-        while (counts.read_value().numpy() < own).any():
-            pass
+
+def servers_of() -> Servers:
+    servers = Servers(["a:1", "b:1"])
+    servers.devices = [DEVICE, DEVICE]
+    return servers
 
 
 class Job:
@@ -39,23 +55,23 @@ class Job:
 
     def __init__(self, workers: int, backup_workers: int = 0) -> None:
         self.name, self.dead = f"turns{next(_numbers)}", set[int]()
-        self.workers = workers
+        self.workers, self.backup_workers = workers, backup_workers
         self.together = [self._of(k, backup_workers) for k in range(workers)]
         self.together[0].begin()
+        self.meetings(0).begin()
         for twin in self.together[0]._twins:
             twin.assign(tf.zeros(twin.whole))
         self.applied: list[tuple[int, list[np.ndarray]]] = []
 
     def _of(self, index: int, backup_workers: int) -> Together:
-        servers = Servers(["a:1", "b:1"])
-        servers.devices = [DEVICE, DEVICE]
+        servers = servers_of()
         twins = [
             servers.sharded(f"{self.name}.{i}", tf.float32, shape, shards)
             for i, (shape, shards) in enumerate(
                 [([5, 2], [Shard(0, 0, 3), Shard(1, 3, 5)]), ([], [Shard(1, 0, 0)])]
             )
         ]
-        worker: Any = Worker(index, self.dead, self.workers)
+        worker: Any = Worker(index, self.dead, self.workers, self.name)
         rows = tf.Variable(float(index + 1))
         args = f"{self.name}.t", servers, worker, twins, backup_workers, rows
         return Together(*args)
@@ -70,6 +86,8 @@ class Job:
             for twin, mean in zip(together._twins, found, strict=True):
                 twin.assign_sub(mean)
 
+        self.meetings(k).moves.step()
+        self.meetings(k).tell()
         in_time, over = together.push([tf.constant(g) for g in gradients], apply)
         together.turns.follow()
         return bool(in_time), bool(over)
@@ -102,6 +120,16 @@ class Job:
 
     def turns(self, k: int) -> Turns:
         return self.together[k].turns
+
+    def meetings(self, k: int) -> Meetings:
+        return self.together[k]._members.meetings
+
+    def replace(self, k: int) -> None:
+        """Let another process take the place of a worker that has died."""
+        self.together[k] = self._of(k, self.backup_workers)
+        self.meetings(k).join()
+        self.turns(k).join()
+        self.dead.discard(k)
 
     def value(self) -> list[np.ndarray]:
         return [twin.read_value().numpy() for twin in self.together[0]._twins]
@@ -191,17 +219,140 @@ class TurnsTest(tf.test.TestCase):
         ):
             job.step(1, drawn(1, 0))
 
-    def test_who_leaves_gives_its_turn_back(self) -> None:
+    def test_a_lot_that_comes_too_late_is_given_back(self) -> None:
         job = Job(2, backup_workers=1)
         first, late = self.one_that_applies(job), job.turns(1)
         late._is_inside.assign(True)
         first.count()
         self.assertFalse(late._draw())  # of the first step, but that is taken
-        self.assertEqual(int(late._duty), 1)
-        late.leave()
         first.follow()
         self.assertEqual(job.step(0, drawn(0, 1)), (True, False))
         self.assertLen(job.applied, 1)
+
+
+class Script:
+    """What a worker does in the drawn tests: fits of some steps, faults between them.
+
+    A worker that dies is replaced by one that does its script from the beginning.
+    """
+
+    def __init__(self, job: Job, k: int, fits: list[int], faults: dict[int, str]):
+        self.job, self.k, self.fits, self.faults = job, k, fits, faults
+        self.taken, self.error = 0, None
+
+    def run(self) -> None:
+        try:
+            while not self._fits():
+                self.job.dead.add(self.k)
+                time.sleep(0.02)
+                self.job.replace(self.k)
+        except BaseException as error:
+            self.error = error
+        self.job.dead.add(self.k)  # has ended
+
+    def _fits(self) -> bool:
+        for steps in self.fits:
+            for _ in range(steps):
+                fault = self.faults.pop(self.taken, None)
+                if fault == "dies":
+                    return False
+                if fault == "stops":
+                    self.job.dead.add(self.k)
+                    time.sleep(0.1)
+                    self.job.dead.discard(self.k)
+                self.taken += 1
+                ones = [np.ones((5, 2), "f"), np.float32(1)]
+                if self.job.step(self.k, ones)[1]:
+                    break
+            self.job.turns(self.k).leave()
+        return True
+
+
+class RoundsTest(parameterized.TestCase):
+    def run_scripts(self, scripts: list[Script]) -> None:
+        threads = [threading.Thread(target=each.run, daemon=True) for each in scripts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+            self.assertFalse(thread.is_alive(), "it hangs")
+        for each in scripts:
+            if each.error is not None:
+                raise each.error
+
+    def test_each_step_of_each_fit_is_of_all_workers(self) -> None:
+        job, fits = Job(3), [3, 1, 2]
+        self.run_scripts([Script(job, k, fits, {}) for k in range(3)])
+        self.assertLen(job.applied, sum(fits))
+
+    def test_who_ends_a_fit_early_waits_for_the_others_with_the_next(self) -> None:
+        job = Job(2)
+        self.run_scripts([Script(job, 0, [1, 4], {}), Script(job, 1, [3, 4], {})])
+        self.assertLen(job.applied, 3 + 4)
+
+    def test_who_is_replaced_is_in_the_fit_of_the_others(self) -> None:
+        job = Job(2)
+        fits = [2] * 5
+        self.run_scripts(
+            [Script(job, 0, fits, {}), Script(job, 1, [2, 2], {3: "dies"})]
+        )
+        # All of those that live: 10 of the first, and the rest of the other.
+        self.assertBetween(len(job.applied), 10, 14)
+
+    @parameterized.parameters(range(3))
+    def test_drawn(self, seed: int) -> None:
+        self.check_drawn(seed)
+
+    @parameterized.parameters(range(3, 40))
+    @pytest.mark.slow
+    def test_more_are_drawn(self, seed: int) -> None:
+        self.check_drawn(seed)
+
+    def check_drawn(self, seed: int) -> None:
+        """Whoever dies, or is not heard of for a time, all end, and nothing is lost."""
+        drawn = random.Random(seed)
+        workers = drawn.randint(1, 3)
+        job = Job(workers, backup_workers=drawn.choice([0, 0, min(1, workers - 1)]))
+        fits = [drawn.randint(1, 4) for _ in range(drawn.randint(1, 4))]
+        scripts = []
+        for k in range(workers):
+            own = [max(1, steps - drawn.choice([0, 0, 1])) for steps in fits]
+            faults = {
+                drawn.randrange(sum(own)): drawn.choice(["dies", "stops"])
+                for _ in range(drawn.randint(0, 2))
+            }
+            scripts.append(Script(job, k, own, faults))
+        self.run_scripts(scripts)
+        # A mean of ones is one: each step is taken once, of whole gradients.
+        for value in job.value():
+            np.testing.assert_allclose(value, np.full_like(value, -len(job.applied)))
+        self.assertEqual(int(job.turns(0)._step.read_value()), len(job.applied))
+        self.assertGreaterEqual(len(job.applied), max(fits) - 1)
+
+    def test_who_waits_elsewhere_is_named_in_time(self) -> None:
+        job = Job(2)
+        told: dict[int, str] = {}
+
+        def wait(k: int, meet: Any) -> None:
+            try:
+                meet()
+            except Exception as error:
+                told[k] = str(error)
+            job.dead.add(k)
+
+        meetings = {0: job.turns(0).enter, 1: job.meetings(1).barrier}
+        threads = [
+            threading.Thread(target=wait, args=each) for each in meetings.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertNotEmpty(told)
+        for k, text in told.items():  # of the first; the other may go on then
+            subject = ("A synchronous step", "A barrier")[k]
+            self.assertRegex(text, rf"{subject} has waited for more than \d+ s for wor")
+            self.assertIn(f"kers [{1 - k}], which live and take no step", text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Axis: W workers.
 """
 
-import time
 from typing import Any
 
 import numpy as np
@@ -79,19 +78,26 @@ class Clocks:
 
         def sleep(_: tf.Tensor) -> list[tf.Tensor]:
             with tf.device("CPU:0"):
-                slept = tf.numpy_function(_nap, [], tf.bool, stateful=True)
+                slept = tf.numpy_function(self._nap, [began], tf.bool, stateful=True)
             with tf.control_dependencies([slept]):
                 return [ahead()]
 
+        with tf.device("CPU:0"):
+            began = tf.timestamp()
         tf.while_loop(lambda too_far: too_far, sleep, [ahead()], parallel_iterations=1)
+
+    def _nap(self, began: Any) -> Any:
+        return self._members.meetings.nap(began, self._slow, "`max_staleness`")
+
+    def _slow(self) -> np.ndarray:
+        """Tell which workers are too far behind this one: shape [W], bool."""
+        slow: np.ndarray = (
+            self.clocks.read_value().numpy() < int(self.own) - self._bound
+        )
+        return slow & self._members.meetings.others()
 
     def leave(self) -> None:
         """Hold nobody back, eagerly; the next step begins anew."""
         if bool(self._inside):
             self._inside.assign(False)
             self._set(NOWHERE)
-
-
-def _nap() -> Any:
-    time.sleep(0.003)
-    return np.bool_(True)

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc._host.shared import SharedVariable
+from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.pulse import Pulse
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.succession import Succession
@@ -31,7 +32,6 @@ NEVER, HERE, LEFT, FAILED = range(4)  # what became of a worker
 _POLL_SECONDS = 0.05
 _CLAIM_SECONDS = 0.2  # until two that claim a place in one instant see it
 _LEAVE_SECONDS = 10.0
-_TELL_SECONDS = 10.0
 
 
 class Members:
@@ -41,6 +41,7 @@ class Members:
         told: what the chief has told of the job, beside what all must have alike.
         liveness: seconds until a worker that is not heard of holds nobody back.
         is_first: whether no worker had this place before, on these servers.
+        meetings: where it waits for others.
         succession: whether what this worker assigns goes to the servers.
     """
 
@@ -78,9 +79,9 @@ class Members:
         self._ids = make("ids", tf.int64, [workers])
         self._states = make("states", tf.int64, [workers])
         self._seen = make("seen", tf.float64, [workers])
-        self._arrived = make("arrived", tf.int64, [workers])
         self._progress = make("progress", tf.int64, [2])
-        self._barriers = 0
+        self.meetings = Meetings(make, self, timeout)
+        self._hangs = False
         self.succession = Succession(servers, self.is_chief)
         self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
         text = {"record": dict(record), "told": dict(told)}
@@ -105,7 +106,7 @@ class Members:
     def _begin(self) -> None:
         for variable in (self._ids, self._states, self._seen):
             variable.assign(tf.zeros(variable.shape, variable.dtype))
-        self._arrived.assign(tf.zeros(self._arrived.shape, tf.int64))
+        self.meetings.begin()
         self._progress.assign(tf.zeros([2], tf.int64))
         for name in self._names:
             name.assign("nobody")
@@ -170,6 +171,11 @@ class Members:
             recent = self._seen.read_value() > tf.timestamp() - self.liveness
             return recent & (self._states.read_value() == HERE)
 
+    def absent(self) -> np.ndarray:
+        """Tell which workers have never begun: shape [W], bool."""
+        found: np.ndarray = self._states.read_value().numpy() == NEVER
+        return found
+
     def _refuse_ended(self) -> None:
         states = self._states.read_value().numpy()
         if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
@@ -197,7 +203,7 @@ class Members:
                 break
             time.sleep(_POLL_SECONDS * 4)
         self.put(self._ids, self._id)
-        self.put(self._arrived, 0)
+        self.meetings.join()
         self._names[k].assign(f"{socket.gethostname()}, process {os.getpid()}")
         self.put(self._states, HERE)
         self.beat_once()
@@ -213,54 +219,7 @@ class Members:
             f"{ascii(name)[1:-1]}"
         )
 
-    # Meeting.
-
-    def barrier(self) -> None:
-        """Wait until all workers have come here as often as this one.
-
-        But for those that have ended, are not heard of any more, or have not begun
-        within the timeout.
-        """
-        self._barriers += 1
-        self.put(self._arrived, self._barriers)
-        self.wait_for_others(self._arrived, self._barriers, "A barrier")
-
-    def wait_for_others(self, counts: SharedVariable, own: int, subject: str) -> None:
-        """Wait until no worker has counted less than this one.
-
-        But for those that have ended, are not heard of any more, or have not begun
-        within the timeout.
-
-        Args:
-            counts: shape [W], int64.
-            own: this worker's.
-            subject: of what is told.
-        """
-        began = time.monotonic()
-        told = False
-        while True:
-            states = self._states.read_value().numpy()
-            late = counts.read_value().numpy() < own
-            absent = late & (states == NEVER)
-            here = late & self.living().numpy()
-            waited = time.monotonic() - began
-            if not here.any():
-                if not absent.any():
-                    return
-                if waited > self._timeout:
-                    _logger.warning(
-                        "%s does not wait for workers that have not begun within %g s: "
-                        "%s",
-                        subject,
-                        self._timeout,
-                        np.flatnonzero(absent).tolist(),
-                    )
-                    return
-            if not told and waited > _TELL_SECONDS:
-                told = True
-                missing = np.flatnonzero(absent | here).tolist()
-                _logger.info("%s waits for workers %s", subject, missing)
-            time.sleep(2 * _POLL_SECONDS)
+    # What the chief tells.
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -284,12 +243,22 @@ class Members:
 
     def beat_once(self) -> None:
         """Let the others know that this worker lives."""
+        self.meetings.tell()
         with tf.device(self._servers.devices[0]):
             self.put(self._seen, tf.timestamp())
 
     def beat(self) -> bool:
-        """Do so; tell whether the place is still this worker's."""
-        self.beat_once()
+        """Do so, if its main thread moves; tell whether the place is still its own."""
+        hangs = self.meetings.moves.idle() > self._timeout
+        if hangs and not self._hangs:
+            _logger.warning(
+                "This worker has taken no step for %g s (TF_DGC_TIMEOUT): until it "
+                "takes one it counts as gone, and others do not wait for it",
+                self._timeout,
+            )
+        self._hangs = hangs
+        if not hangs:
+            self.beat_once()
         return int(self._ids.read_value().numpy()[self.index]) == self._id
 
     def leave(self) -> None:

@@ -5,10 +5,13 @@ arrived. Once enough have, those that wait draw lots on server 0; who draws the 
 one applies the mean to what is trained, and counts the step. Who comes later finds it
 counted, and drops its gradient.
 
+Workers that train at the same time do so in a round: by its number those that are in
+another `fit`, or wait for the next one, hold nobody back. It is not counted by visits:
+who has taken another's place, or was not heard of for a time, is in that of the others.
+
 Axis: W workers. All variables are on server 0.
 """
 
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +22,9 @@ from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 
 _LOTS = 2**20  # of a step; each worker draws one at most
-_NAP_SECONDS = 0.003
-OUTSIDE, INSIDE, LEFT = range(3)  # a worker, since its process began
-NOW, READY, OVER, FREE, STUCK = range(5)  # what a worker that waits looks at
+OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
+NOW, READY, OVER, FREE, STUCK, ROUND = range(6)  # what a worker that waits looks at
+_SUBJECT = "A synchronous step"
 
 
 class Arrived(NamedTuple):
@@ -65,14 +68,13 @@ class Turns:
         self._places = make("turn_places", shape=each)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
-            self.own, self._duty = (
+            self.own, self._round = (
                 tf.Variable(
                     tf.constant(value, tf.int64), trainable=False, synchronization=own
                 )
-                for value in (0, -1)
+                for value in (0, 0)
             )
             self._is_inside = tf.Variable(False, trainable=False, synchronization=own)
-        self._entered = 0
 
     def begin(self) -> None:
         """Give first values: no step is taken."""
@@ -84,7 +86,8 @@ class Turns:
 
     def join(self) -> None:
         """Begin, eagerly, where others may have; what a former process said is void."""
-        for variable in (self._appliers, self._places, self._arrived):
+        of_before = self._appliers, self._places, self._arrived, self._entries
+        for variable in of_before:
             self._members.put(variable, 0)
         self.own.assign(self._step.read_value())
 
@@ -107,13 +110,24 @@ class Turns:
             return entered
 
     def _enter(self) -> Any:
-        self._entered += 1
+        number = self._next_round()
+        self._round.assign(number)
+        self._members.put(self._entries, number)
+        self._members.put(self._places, COMES)
+        self._members.meetings.wait_for_others(self._entries, number, _SUBJECT)
         self._members.put(self._places, INSIDE)
-        self._members.put(self._entries, self._entered)
-        self._members.wait_for_others(
-            self._entries, self._entered, "A synchronous step"
-        )
         return np.bool_(True)
+
+    def _next_round(self) -> int:
+        """Return the round under way, if it is a new one; else that to come."""
+        others = self._members.meetings.others()
+        places, rounds = (
+            each.read_value().numpy() for each in (self._places, self._entries)
+        )
+        under_way = rounds[others & np.isin(places, (INSIDE, COMES))]
+        done = rounds[others & (places == LEFT)]
+        found = under_way.min() if under_way.size else max([0, *done]) + 1
+        return max(int(self._round) + 1, int(found))
 
     @property
     def takes_part(self) -> bool:
@@ -126,10 +140,6 @@ class Turns:
             return
         self._is_inside.assign(False)
         self._members.put(self._places, LEFT)
-        if int(self._duty) >= int(self._step.read_value()):
-            self._members.put(self._appliers, 0)
-            self._lots.assign(self._duty.read_value() * _LOTS)  # others draw again
-        self._duty.assign(-1)
 
     # A step.
 
@@ -138,7 +148,20 @@ class Turns:
 
         Shape [], bool.
         """
-        return self._look()[NOW] == self.own.read_value()
+        look = self._look()
+        round_of_others = look[ROUND]
+
+        def follow() -> tf.Tensor:
+            """Be in the round of those that have gone on without this worker."""
+            self._round.assign(round_of_others)
+            self._members.put(self._entries, round_of_others)
+            return tf.constant(True)
+
+        with tf.device("CPU:0"):
+            behind = round_of_others != self._round.read_value()
+            followed = tf.cond(behind, follow, lambda: tf.constant(True))
+            with tf.control_dependencies([followed]):
+                return look[NOW] == self.own.read_value()
 
     def arrive(self, weight: tf.Tensor) -> None:
         """Say that this worker's gradient is on the servers.
@@ -157,16 +180,21 @@ class Turns:
 
         Of the step of this worker's gradient: whether enough have arrived; whether
         fewer than that take part; whether no lot is drawn; whether who drew the first
-        is dead. Shape [5], int64.
+        is dead; and the round that this worker is in, or has missed. Shape [6], int64.
         """
-        own = self.own.read_value()
+        own, own_round = self.own.read_value(), self._round.read_value()
         with tf.device(self._device):
-            own = tf.identity(own)
+            own, own_round = tf.identity(own), tf.identity(own_round)
             now, lots = self._step.read_value(), self._lots.read_value()
             living = self._members.living()
-            places = self._places.read_value()
-            inside = living & (places == INSIDE)
+            places, rounds = self._places.read_value(), self._entries.read_value()
+            later = living & (places == INSIDE) & (rounds > own_round)
+            missed = tf.reduce_min(tf.where(later, rounds, rounds.dtype.max))
+            own_round = tf.where(tf.reduce_any(later), missed, own_round)
+            takes_part = (places == INSIDE) | (places == COMES)
+            inside = living & takes_part & (rounds == own_round)
             arrived = self._arrived.read_value() == own + 1
+            arrived &= rounds == own_round
             needed = tf.math.count_nonzero(inside)
             over = tf.constant(False)
             if self._backups:
@@ -181,6 +209,7 @@ class Turns:
                 over,
                 lots == own * _LOTS,
                 (lots > own * _LOTS) & ~tf.reduce_any(applies) & (now == own),
+                own_round,
             ]
             look = tf.stack([tf.cast(each, tf.int64) for each in found])
         with tf.device("CPU:0"):
@@ -199,11 +228,9 @@ class Turns:
         own = self.own.read_value()
 
         def wins(look: tf.Tensor) -> tf.Tensor:
-            ready = look[READY] > 0
-            drawn = tf.cond(
-                ready & (look[FREE] > 0), self._draw, lambda: tf.constant(False)
-            )
-            return drawn | (ready & (self._duty.read_value() == own))
+            ready = (look[READY] > 0) & (look[ROUND] == self._round.read_value())
+            free = ready & (look[FREE] > 0)
+            return tf.cond(free, self._draw, lambda: tf.constant(False))
 
         def goes_on(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> tf.Tensor:
             return (look[NOW] == own) & (look[OVER] == 0) & ~won
@@ -213,16 +240,32 @@ class Turns:
                 since = tf.where(look[STUCK] > 0, since, tf.timestamp())
                 lasts = tf.timestamp() - since < self._members.liveness
                 with tf.control_dependencies([values.require(lasts, _torn)]):
-                    slept = tf.numpy_function(_nap, [], tf.bool, stateful=True)
+                    slept = tf.numpy_function(
+                        self._nap, [began], tf.bool, stateful=True
+                    )
             with tf.control_dependencies([slept]):
                 look = self._look()
             return [look, wins(look), since]
 
         with tf.device("CPU:0"):
-            look = self._look()
-            first = [look, wins(look), tf.timestamp()]
+            look, began = self._look(), tf.timestamp()
+            first = [look, wins(look), began]
             look, won, _ = tf.while_loop(goes_on, sleep, first, parallel_iterations=1)
             return won, (look[OVER] > 0) & (look[NOW] == own) & ~won
+
+    def _nap(self, began: Any) -> Any:
+        return self._members.meetings.nap(began, self._late, _SUBJECT)
+
+    def _late(self) -> np.ndarray:
+        """Tell which workers this step waits for: shape [W], bool."""
+        places, rounds, arrived = (
+            each.read_value().numpy()
+            for each in (self._places, self._entries, self._arrived)
+        )
+        late: np.ndarray = np.isin(places, (INSIDE, COMES)) & (
+            rounds == int(self._round)
+        )
+        return late & (arrived != int(self.own) + 1) & self._members.meetings.others()
 
     def _draw(self) -> tf.Tensor:
         """Draw a lot; return whether it is the first of this worker's step."""
@@ -235,18 +278,26 @@ class Turns:
         with tf.device("CPU:0"):
             lot = tf.identity(lot)
             step, first = lot // _LOTS, lot % _LOTS == 0
-            # The first lot of a later step is a duty for when that has come.
-            self._duty.assign(tf.where(first, step, self._duty.read_value()))
-            applies = tf.where(first, step + 1, tf.zeros([], tf.int64))
+            wins = first & (step == own)
+            applies = tf.where(wins, own + 1, tf.zeros([], tf.int64))
         with tf.device(self._device):
             self._members.put(self._appliers, applies)
-        return first & (step == own)
+        # The first lot of a later step is given back: others draw again.
+        later = first & (step != own)
+        tf.cond(later, lambda: self._give_back(step), lambda: None)
+        return wins
+
+    def _give_back(self, step: tf.Tensor) -> None:
+        with tf.device(self._device):
+            self._lots.assign(step * _LOTS)
 
     def arrived(self) -> Arrived:
         """Return whose gradients the step is the mean of."""
-        own = self.own.read_value()
+        own, own_round = self.own.read_value(), self._round.read_value()
         with tf.device(self._device):
-            found = tf.where(self._arrived.read_value() == tf.identity(own) + 1)[:, 0]
+            now = self._arrived.read_value() == tf.identity(own) + 1
+            together = self._entries.read_value() == tf.identity(own_round)
+            found = tf.where(now & together)[:, 0]
             weights = tf.gather(self._weights.read_value(), found)
             # Rows of one worker alone leave its gradient as it is.
             return Arrived(found, weights / tf.reduce_sum(weights))
@@ -271,11 +322,6 @@ class Turns:
         with tf.device("CPU:0"):
             self.own.assign(now)
             return self.own.read_value()
-
-
-def _nap() -> Any:
-    time.sleep(_NAP_SECONDS)
-    return np.bool_(True)
 
 
 def _torn() -> list[Any]:

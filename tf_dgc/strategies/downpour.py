@@ -238,6 +238,11 @@ class DownpourStrategy(BaseStrategy):
             super().restore_state(self.part_of_state(path), model)
             self._take_back()
 
+    @property
+    def moves(self) -> Any:
+        """What the main thread of this worker does."""
+        return self._members.meetings.moves
+
     def server_stats(self) -> ServerStats:
         """Return what this worker did with the servers since it began."""
         return self._make.totals.stats()
@@ -388,11 +393,11 @@ class DownpourStrategy(BaseStrategy):
         """
         takes_part = [turns for turns in self._turns() if turns.takes_part]
         self._leave_clocks()
-        self._members.barrier()
+        self._members.meetings.barrier()
         for turns in takes_part:  # before anybody takes a step
             turns.enter()
         if takes_part:
-            self._members.barrier()
+            self._members.meetings.barrier()
         self.fetch()
 
     @contextlib.contextmanager

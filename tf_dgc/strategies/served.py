@@ -165,6 +165,7 @@ class DownpourExtended(OneReplicaExtended):
         self, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         self._running += 1
+        self._container_strategy().moves.step()
         try:
             return super()._call_for_each_replica(fn, args, kwargs)
         finally:

@@ -1,0 +1,229 @@
+"""Where workers wait for each other, and until when.
+
+Each wait has an end: who has died, has ended, or hangs is not waited for; who lives,
+and takes no step for a time, waits for something else, and that is an error.
+
+Axis: W workers.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc._host.shared import SharedVariable
+from tf_dgc.servers.progress import Progress
+
+_logger = logging.getLogger("tf_dgc")
+
+_POLL_SECONDS = 0.1
+_TELL_SECONDS = 10.0
+_NAP_SECONDS = 0.003  # in a wait within a step
+_LOOK_SECONDS = 1.0
+
+
+class Workers(Protocol):
+    """Who meets: the members of a job.
+
+    Attributes:
+        index: of this worker.
+        workers: W.
+        liveness: seconds until a worker that is not heard of does not count.
+    """
+
+    index: int
+    workers: int
+    liveness: float
+
+    def living(self) -> tf.Tensor:
+        """Tell which workers count: shape [W], bool."""
+
+    def absent(self) -> np.ndarray:
+        """Tell which workers have never begun: shape [W], bool."""
+
+    def put(self, variable: SharedVariable, value: Any) -> None:
+        """Set this worker's element of a variable of shape [W]."""
+
+
+class Meetings:
+    """The waits of a worker for others.
+
+    Attributes:
+        moves: what the main thread of this worker does.
+    """
+
+    def __init__(
+        self, make: Callable[..., SharedVariable], workers: Workers, timeout: float
+    ) -> None:
+        """Make the variables.
+
+        Args:
+            make: takes name, type and shape of a variable on server 0.
+            workers: of the job.
+            timeout: seconds to wait for those that have not begun.
+        """
+        self._workers, self._timeout = workers, timeout
+        shape = [workers.workers]
+        self._moved = make("moved", tf.int64, shape)  # steps, of any kind
+        self._arrived = make("arrived", tf.int64, shape)  # at so many barriers
+        self._waits = make("waits", tf.int64, shape)  # 1: in a barrier
+        self._barriers = 0
+        self._given_up: list[int] = []  # workers that have never begun
+        self._patience: Patience | None = None
+        self.moves = Progress()
+
+    def begin(self) -> None:
+        """Give first values: nobody has come anywhere."""
+        for variable in (self._moved, self._arrived, self._waits):
+            variable.assign(tf.zeros(variable.shape, tf.int64))
+
+    def join(self) -> None:
+        """Begin: what a former process said is void."""
+        for variable in (self._moved, self._arrived, self._waits):
+            self._workers.put(variable, 0)
+
+    def tell(self) -> None:
+        """Let the others know how many steps this worker has taken."""
+        self._workers.put(self._moved, int(self.moves.steps))
+
+    @property
+    def moved(self) -> np.ndarray:
+        """Steps that each worker has taken, as it tells: shape [W], int64."""
+        found: np.ndarray = self._moved.read_value().numpy()
+        return found
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which who lives, and takes no step, is waited for no more."""
+        return self._timeout + 2 * self._workers.liveness
+
+    def others(self) -> np.ndarray:
+        """Tell which other workers count: shape [W], bool."""
+        living: np.ndarray = self._workers.living().numpy()
+        return living & (np.arange(self._workers.workers) != self._workers.index)
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here.
+
+        But for those that have ended, are not heard of any more, or have not begun
+        within the timeout. Who has taken another's place, and has come to fewer
+        barriers, meets the others where they wait.
+
+        Raises:
+            TimeoutError: see `wait_for_others`.
+        """
+        waiting = self._waits.read_value().numpy().astype(bool) & self.others()
+        counts = self._arrived.read_value().numpy()[waiting].tolist()
+        self._barriers = max(self._barriers + 1, min(counts, default=0))
+        self._workers.put(self._arrived, self._barriers)
+        self._workers.put(self._waits, 1)
+        self.wait_for_others(self._arrived, self._barriers, "A barrier")
+        self._workers.put(self._waits, 0)
+
+    def wait_for_others(self, counts: SharedVariable, own: int, subject: str) -> None:
+        """Wait until no worker has counted less than this one.
+
+        But for those that have ended, are not heard of any more, or have not begun
+        within the timeout.
+
+        Args:
+            counts: shape [W], int64.
+            own: this worker's.
+            subject: of what is told.
+
+        Raises:
+            TimeoutError: those that are waited for live, and take no steps: they wait
+                for something else.
+        """
+        began = time.monotonic()
+        patience, told = Patience(self, subject), False
+        while True:
+            late = counts.read_value().numpy() < own
+            absent = late & self._workers.absent()
+            absent[self._given_up] = False
+            here = late & self.others()
+            waited = time.monotonic() - began
+            if not here.any():
+                if absent.any() and waited > self._timeout:
+                    self._give_up(np.flatnonzero(absent).tolist(), subject)
+                elif not absent.any():
+                    return
+            if not told and waited > _TELL_SECONDS:
+                told = True
+                missing = np.flatnonzero(absent | here).tolist()
+                _logger.info("%s waits for workers %s", subject, missing)
+            patience.look(here)
+            self.moves.wait()
+            time.sleep(_POLL_SECONDS)
+
+    def _give_up(self, absent: list[int], subject: str) -> None:
+        _logger.warning(
+            "%s does not wait for workers that have not begun within %g s: %s",
+            subject,
+            self._timeout,
+            absent,
+        )
+        self._given_up += absent
+
+    def nap(
+        self, began: float, late: Callable[[], np.ndarray], subject: str
+    ) -> np.bool_:
+        """Sleep for a moment, in a wait within a step.
+
+        Args:
+            began: of the wait: it tells one from another.
+            late: tells whom it is for: shape [W], bool.
+            subject: of an error.
+
+        Raises:
+            TimeoutError: see `wait_for_others`.
+        """
+        time.sleep(_NAP_SECONDS)
+        self.moves.wait()
+        if self._patience is None or self._patience.began != began:
+            self._patience = Patience(self, subject, began)
+        if self._patience.is_due:
+            self._patience.look(late())
+        return np.bool_(True)
+
+
+class Patience:
+    """How long a worker waits for others that live, and take no step."""
+
+    def __init__(self, meetings: Meetings, subject: str, began: float = 0.0) -> None:
+        """Begin to wait.
+
+        Args:
+            meetings: of this worker.
+            subject: of an error.
+            began: by which the caller knows this wait.
+        """
+        self._meetings, self._subject, self.began = meetings, subject, began
+        self._last: Any = None
+        self._since = self._looked = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last look was some time ago."""
+        return time.monotonic() - self._looked > _LOOK_SECONDS
+
+    def look(self, late: np.ndarray) -> None:
+        """Look at those that are waited for: shape [W], bool.
+
+        Raises:
+            TimeoutError: they have taken no step for too long.
+        """
+        now = self._looked = time.monotonic()
+        seen = late.tolist(), np.where(late, self._meetings.moved, 0).tolist()
+        if seen != self._last:
+            self._last, self._since = seen, now
+        if late.any() and now - self._since > self._meetings.longest:
+            raise TimeoutError(
+                f"{self._subject} has waited for more than {now - self._since:.0f} s "
+                f"for workers {np.flatnonzero(late).tolist()}, which live and take no "
+                "step: they wait for something else. All workers must come to the same "
+                "fits and barriers, in one order. TF_DGC_TIMEOUT sets the time."
+            )
