@@ -332,6 +332,22 @@ class DownpourTest(Launched):
         for loss in results.values():
             self.assertLess(float(loss), 0.05)
 
+    @pytest.mark.slow
+    def test_a_chief_that_exits_with_a_status_is_taken_in_again(self) -> None:
+        script = self.folder / "train.py"
+        exits = TRAIN.replace("os.kill(os.getpid(), signal.SIGKILL)", EXIT)
+        script.write_text(exits.replace("rank == 1", "rank == 0"))
+        own = "--strategy", "downpour", "--restarts", "1", str(script)
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_DGC_TIMEOUT": "60"}
+        process = self.start("-n", "1", "--ps", "1", *own, **environment)
+        status, text, err = finish(process, timeout=240)
+        self.assertEqual(status, 0, err[-4000:])
+        told = "worker 0 ended with status 3; starting it again, 1 of 1"
+        self.assertIn(told, err)
+        self.assertIn("[0] end", text)
+
+
+EXIT = "__import__('sys').exit(3)"
 
 TRAIN = """
 import os, signal

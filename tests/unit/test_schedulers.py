@@ -135,6 +135,45 @@ class FindTest(parameterized.TestCase, unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, f"Received:.* no {missing}"):
             found(environment)
 
+    @parameterized.parameters(
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, "SLURM_PROCID=1, SLURM_NTASKS=4"),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID=2, no size"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "PMIX_RANK=1, no size"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1, no size"),
+        ({"PMI_RANK": "3"}, "PMI_RANK=3, no size"),
+        ({"HOROVOD_RANK": "1"}, "HOROVOD_RANK=1, no size"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, WORLD_SIZE=2"),
+    )
+    def test_one_of_several_does_not_train_alone(
+        self, environment: dict[str, str], told: str
+    ) -> None:
+        with self.assertRaisesRegex(RuntimeError, f"one of several.*: {told}"):
+            found(environment)
+
+    @parameterized.parameters(
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        {"PMIX_RANK": "0"},
+        {"PMI_RANK": "0"},
+    )
+    def test_who_may_be_the_first_is_warned(self, **environment: str) -> None:
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            self.assertIsNone(found(environment))
+        self.assertIn("This process trains alone", logs.output[0])
+
+    @parameterized.parameters(
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "4"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "8"},
+        {"RANK": "third"},
+    )
+    def test_who_is_alone_is_not_warned(self, **environment: str) -> None:
+        with self.assertNoLogs("tf_dgc"):
+            self.assertIsNone(found(environment))
+
     def test_what_is_no_number_is_named(self) -> None:
         for name, environment in (
             ("SLURM_STEP_NUM_TASKS", SRUN),

@@ -24,7 +24,7 @@ from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.pulse import Pulse
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.succession import Succession
-from tf_dgc.transports import handshake
+from tf_dgc.transports import ending, handshake
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -94,6 +94,7 @@ class Members:
         self.pulse = Pulse(
             servers, self.beat, min(liveness / 4, timeout / 4, 5.0), timeout
         )
+        ending.watch()
         atexit.register(self.leave)
 
     # What the chief says.
@@ -177,6 +178,8 @@ class Members:
         return found
 
     def _refuse_ended(self) -> None:
+        if os.environ.get("TF_DGC_ATTEMPT", "0") != "0":
+            return  # the launcher starts this worker again: the job has not ended
         states = self._states.read_value().numpy()
         if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
             raise ValueError(
@@ -264,7 +267,7 @@ class Members:
     def leave(self) -> None:
         """Give the place back, at the end of the process."""
         atexit.unregister(self.leave)
-        failed = hasattr(sys, "last_value")
+        failed = ending.failure() is not None
         answers = self.pulse.end()
 
         def tell() -> None:

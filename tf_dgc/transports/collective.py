@@ -10,14 +10,13 @@ import functools
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import base, rendezvous
+from tf_dgc.transports import base, ending, rendezvous
 from tf_dgc.transports.turnstile import Turnstile
 from tf_dgc.transports.watchdog import DONE, STEP, Watchdog, complaint
 
@@ -132,6 +131,7 @@ class CollectiveTransport(base.Transport):
         self._waits = -1
         self._done_since: dict[int, float] = {}
         Watchdog(self._turnstile.calls, self.timeout, self._abort, self._in_vain)
+        ending.watch()
         atexit.register(self._leave)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -185,7 +185,7 @@ class CollectiveTransport(base.Transport):
 
         TensorFlow takes workers that leave before others for crashed, and says so.
         """
-        if (error := getattr(sys, "last_value", None)) is not None:
+        if (error := ending.failure()) is not None:
             self._tell(error)
             return
         deadline = time.monotonic() + self.timeout

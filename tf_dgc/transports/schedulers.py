@@ -5,6 +5,7 @@ None of them gives out ports: these are counted from a number that all compute a
 """
 
 import itertools
+import logging
 import math
 import os
 import re
@@ -29,6 +30,22 @@ _MPI = (
 )
 # Below those that Linux gives to outgoing connections; some for each job of a host.
 _FIRST_PORT, _JOBS, _EACH = 12_000, 250, 80
+# Launchers by their name: rank and number of all processes that they start; some tell
+# no number, or, as a batch script of Slurm's, have one that is not of processes.
+_RANKS = (
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE"),
+    ("mpirun", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+)
+_TORCH = ("RANK", "WORLD_SIZE")
+_HALF = (
+    "{} started this process as one of several, and does not tell it enough of the "
+    "others. Received: {}. Use srun or tf-dgc-run, or set TF_CONFIG; where each "
+    "process is to train alone, transport='local'"
+)
+_logger = logging.getLogger("tf_dgc")
 _NODES = re.compile(r"((?:[^,\[\]]|\[[^\]]*\])+)(?:,|$)")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _HOSTS = re.compile(r"([^,:\s]+)(?::([0-9]{1,5}))?(?:,|$)")
@@ -61,7 +78,42 @@ def find() -> Place | None:
     for names in _MPI:
         if _number(names[0], 1) > 1:
             return _mpi(*names)
-    return _kubernetes() if os.environ.get(INDEX) else None
+    if os.environ.get(INDEX):
+        return _kubernetes()
+    _refuse_half()
+    return None
+
+
+def _refuse_half() -> None:
+    """Refuse a process that is one of several by its rank, and knows no others.
+
+    The first of several may be a batch script: it trains alone, with a warning.
+
+    Raises:
+        RuntimeError: it is not the first, or a launcher for PyTorch has started it.
+    """
+    if all(map(os.environ.get, _TORCH)) and _number_or_none(_TORCH[1]) != 1:
+        told = ", ".join(f"{name}={os.environ[name]}" for name in _TORCH)
+        raise RuntimeError(_HALF.format("torchrun, or a launcher like it,", told))
+    if any(_number_or_none(name) == 1 for name in (SRUN_SIZE, *(n for n, *_ in _MPI))):
+        return
+    for launcher, rank_name, size_name in _RANKS:
+        rank, size = _number_or_none(rank_name), _number_or_none(size_name)
+        told = f"{rank_name}={rank}, " + (f"{size_name}={size}" if size else "no size")
+        if rank:
+            raise RuntimeError(_HALF.format(launcher, told))
+        if rank == 0 and (launcher != "Slurm" if size is None else size > 1):
+            _logger.warning(
+                "This process trains alone (%s): where it is one of several, start it "
+                "by srun, mpirun or tf-dgc-run, or set TF_CONFIG",
+                told,
+            )
+            return
+
+
+def _number_or_none(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _slurm() -> Place:

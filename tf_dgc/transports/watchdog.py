@@ -23,6 +23,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_dgc.transports import ending
+
 _logger = logging.getLogger("tf_dgc")
 
 GRACE = 60.0  # seconds; those after which Gloo, below Horovod, gives up are 30
@@ -55,6 +57,7 @@ class Watchdog:
         self._thread.start()
         atexit.unregister(_hurry)
         atexit.register(_hurry)
+        ending.watch()
         atexit.register(self.end)
 
     def _watch(self) -> None:
@@ -138,6 +141,6 @@ def _hurry() -> None:
     Horovod's own shutdown waits for workers that are gone, for as long as a collective
     does, where it was not this one that it waited in.
     """
-    if hasattr(sys, "last_value"):
+    if ending.failure() is not None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_EXIT_SECONDS)
