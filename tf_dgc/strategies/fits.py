@@ -110,6 +110,8 @@ def _noted(what: str, model: keras.Model) -> Iterator[None]:
     run = _Run(what, model, threading.current_thread(), several)
     with _entering:
         others = [each for each in _running if each.thread is not run.thread]
+        # Workers of a transport between threads are apart.
+        others = [each for each in others if _rank_of(each.model) == _rank_of(model)]
         if several and any(each.several for each in others):
             _refuse(run, others[0])
         _running.append(run)
@@ -117,6 +119,10 @@ def _noted(what: str, model: keras.Model) -> Iterator[None]:
         yield
     finally:
         _running.remove(run)
+
+
+def _rank_of(model: keras.Model) -> Any:
+    return getattr(_host.keras.strategy_of(model), "rank", None)
 
 
 def _refuse(run: _Run, other: _Run) -> None:
