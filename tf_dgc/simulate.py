@@ -215,7 +215,7 @@ class SimulatedStrategy(BaseStrategy):
         def worker(rank: Any) -> tuple[Any, tf.Tensor, list[tf.Tensor]]:
             shares = (layout.rows_of(args[0], rank),)
             with _captured(optimizer) as applied:
-                logs, rows = run_with_a_row(
+                logs, rows, _ = run_with_a_row(
                     model, shares, lambda filled: step(fn, filled, kwargs, options)
                 )
             if len(applied) != 1:

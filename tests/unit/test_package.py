@@ -95,6 +95,7 @@ def wanted() -> list[tuple[Any, str]]:
     parts = (
         _host.datasets,
         _host.distribute,
+        _host.flow,
         _host.hooks,
         _host.iterators,
         _host.keras,

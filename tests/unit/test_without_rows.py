@@ -4,20 +4,17 @@ from typing import Any
 
 import keras
 import numpy as np
+import pool
 import pytest
 import tensorflow as tf
+import without_rows
 from absl.testing import parameterized
 from loopback import Loopback, run_workers
 
 import tf_dgc
+from tf_dgc import _host
 
-ROWS, BATCH = 17, 8  # of the last batch only rank 0 has a row
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    x = random.normal(size=(ROWS, 4)).astype("float32")
-    return x, random.normal(size=(ROWS, 3)).astype("float32")
+BATCH, data = without_rows.BATCH, without_rows.data
 
 
 def dense(transport: Loopback) -> Any:
@@ -92,6 +89,108 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
         expected = in_scopes(dense, lambda: self.trained(3))[0]
         for found in in_scopes(averaging, lambda: self.trained(3)):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+
+@pytest.mark.long
+class TeacherTest(parameterized.TestCase, tf.test.TestCase):
+    def test_teachers_and_counters_are_alike_on_all(self) -> None:
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            one, two = in_scopes(dense, lambda: without_rows.taught(run_eagerly=True))
+        self.assertAllClose(one["student"], two["student"])
+        self.assertAllClose(one["teacher"], two["teacher"])
+        self.assertEqual((one["count"], two["count"]), (3.0, 3.0))
+        self.assertEqual((one["rows"], two["rows"]), (9.0, 8.0))
+        (told,) = [line for line in logs.output if "worker's rows" in line]
+        self.assertRegex(told, "writes to [^,]*queue what")
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+class TracedTest(tf.test.TestCase):
+    def test_so_they_are_however_steps_are_traced(self) -> None:
+        one, two = pool.run("collective", 2, "without_rows", "found", timeout=180)
+        for first, second in zip(one, two, strict=True):
+            for name in ("student", "teacher", "count"):
+                self.assertAllClose(first[name], second[name])
+                self.assertAllClose(first[name], one[0][name])
+            self.assertEqual((first["rows"], second["rows"]), ([9.0], [8.0]))
+            self.assertAllClose(first["moving mean"], one[0]["moving mean"])
+            self.assertAllClose(second["moving mean"], two[0]["moving mean"])
+
+
+class FlowTest(tf.test.TestCase):
+    """What a traced step writes to variables, of a row that stands for none."""
+
+    def written(self, step: Any, *names: str) -> set[str]:
+        variables = {name: tf.Variable(1.0) for name in names}
+        found: set[str] = set()
+
+        @tf.function(autograph=False)
+        def traced(x: tf.Tensor) -> None:
+            with _host.flow.Flow([x]) as flow:
+                step(x, **variables)
+            found.update(n for n, v in variables.items() if flow.wrote(v))
+
+        traced(tf.ones([2]))
+        with _host.flow.Flow([x := tf.ones([2])]) as flow:
+            step(x, **variables)
+        eager = {n for n, v in variables.items() if flow.wrote(v)}
+        self.assertLessEqual(found, eager)  # functions that are called hide more
+        return found
+
+    def test_through_operations(self) -> None:
+        def step(x: tf.Tensor, a: Any, b: Any, c: Any) -> None:
+            a.assign(tf.reduce_sum(x))
+            b.assign_add(1.0)
+            c.assign(0.9 * a)  # what is read of a variable depends on nothing
+
+        self.assertEqual(self.written(step, "a", "b", "c"), {"a"})
+
+    def test_through_functions_branches_and_loops(self) -> None:
+        @tf.function
+        def inner(x: tf.Tensor, a: Any, b: Any) -> tf.Tensor:
+            b.assign_add(1.0)
+            a.assign(x[0])
+            return x + 1.0
+
+        def step(x: tf.Tensor, a: Any, b: Any, c: Any, d: Any, e: Any) -> None:
+            x = inner(x, a, b)
+            tf.cond(b > 0.0, lambda: c.assign(x[1]), lambda: d.assign(2.0))
+            add = lambda i, s: (i + 1, s + x[0])  # noqa: E731
+            _, total = tf.while_loop(lambda i, s: i < 2, add, [0, 0.0])
+            e.assign(total)
+
+        self.assertEqual(self.written(step, *"abcde"), {"a", "c", "e"})
+
+    def test_what_is_done_or_not_by_the_rows_depends_on_them(self) -> None:
+        def step(x: tf.Tensor, a: Any, b: Any) -> None:
+            tf.cond(x[0] > 0.0, lambda: a.assign(1.0), lambda: tf.constant(0.0))
+            b.assign(1.0)
+
+        @tf.function(autograph=False)
+        def found(x: tf.Tensor) -> None:
+            step(x, a, b)
+
+        a, b = tf.Variable(0.0), tf.Variable(0.0)
+        with _host.flow.Flow([x := tf.ones([2])]) as flow:
+            found(x)
+        self.assertTrue(flow.wrote(a))
+        self.assertIn("a", self.written_in_graph(step))
+
+    def written_in_graph(self, step: Any) -> set[str]:
+        variables = {name: tf.Variable(1.0) for name in "ab"}
+        found: set[str] = set()
+
+        @tf.function(autograph=False)
+        def traced(x: tf.Tensor) -> None:
+            with _host.flow.Flow([x]) as flow:
+                step(x, **variables)
+            found.update(n for n, v in variables.items() if flow.wrote(v))
+
+        traced(tf.ones([2]))
+        self.assertNotIn("b", found)
+        return found
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ why no public name does. Seen in TensorFlow 2.18 to 2.21 and Keras 3.10 to 3.15.
 from tf_dgc._host import (
     datasets,
     distribute,
+    flow,
     hooks,
     iterators,
     keras,
@@ -20,6 +21,7 @@ from tf_dgc._host import (
 __all__ = [
     "datasets",
     "distribute",
+    "flow",
     "hooks",
     "iterators",
     "keras",

@@ -44,6 +44,7 @@ def wanted() -> list[tuple[Any, str]]:
         (resource_variable_ops, "BaseResourceVariable"),
         (variable, "_distribute_strategy"),
         (keras.name_scope, "caller"),
+        (keras.Layer, "_layers"),
         (keras.Layer, "_allow_non_tensor_positional_args"),
         (keras.Model, "_flatten_layers"),
         (keras.Model, "_get_metrics_result_or_logs"),
@@ -112,7 +113,7 @@ def foreign_module(function: Any) -> str:
 
 def model_of(step: Any) -> keras.Model | None:
     """Return the model of which this is a method, maybe one made a tf.function."""
-    for function in (step, getattr(step, "python_function", None)):
+    for function in (step, getattr(step, "python_function", None), _method_in(step)):
         owner = getattr(function, "__self__", None)
         # tensorflow/.../polymorphic_function/function_type_utils.py: a weak reference.
         owner = getattr(owner, "weakrefself_target__", lambda owner=owner: owner)()
@@ -123,8 +124,16 @@ def model_of(step: Any) -> keras.Model | None:
 
 def function_of(step: Any) -> Any:
     """Return the function of a method, maybe one made a tf.function."""
-    step = getattr(step, "python_function", step)
+    step = _method_in(step) or getattr(step, "python_function", step)
     return getattr(step, "__func__", step)
+
+
+def _method_in(step: Any) -> Any:
+    """Return the method in a tf.function that decorates it in a class, or None.
+
+    tensorflow/.../polymorphic_function.py: class_method_to_instance_method.
+    """
+    return getattr(getattr(step, "python_function", None), "__wrapped__", None)
 
 
 def has_no_call(model: keras.Model) -> bool:
@@ -516,14 +525,53 @@ def silence_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
     callback._writers = {"train": noop, "val": noop}
 
 
-def changed_by_forward_passes(model: keras.Model) -> list[Any]:
-    """Return the variables of metrics, and of layers beside what is trained.
+def changed_by_steps(model: keras.Model) -> list[Any]:
+    """Return what a step may change beside what is trained, of this worker.
 
-    Of this worker; without the states of random generators.
+    Variables of metrics, of layers, and those of TensorFlow that are attributes;
+    without the states of random generators.
     """
     found = [*model.non_trainable_variables, *model.metrics_variables]
     values = [v.value for v in found if v.name != "seed_generator_state"]
-    return [(distribute.components_of(value) or (value,))[0] for value in values]
+    values = [(distribute.components_of(value) or (value,))[0] for value in values]
+    known = {id(value) for value in values}
+    known |= {id(plain(v)) for v in model.trainable_variables}
+    plain_ones = _held(model, tf.Variable, keras.Layer)
+    return values + [v for v in plain_ones if id(v) not in known]
+
+
+def _held(owner: Any, wanted: type, through: type) -> list[Any]:
+    """Return the attributes of a kind, in containers and objects of another, too."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = collections.deque([owner])
+    while waiting:
+        each = waiting.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, wanted):
+            found[id(each)] = each
+        elif isinstance(each, through):
+            waiting.extend(vars(each).values())
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple)):
+            waiting.extend(each)
+    return list(found.values())
+
+
+def variables_of_users(model: keras.Model) -> list[keras.Variable]:
+    """Return the weights that are not trained, but for those of Keras's own layers."""
+    own = [
+        id(v)
+        for layer in layers_within(model)
+        if type(layer).__module__.startswith("keras.") and not layer._layers
+        for v in layer.variables
+    ]
+    seeds = "seed_generator_state"
+    found = [v for v in model.non_trainable_variables if v.name != seeds]
+    return [v for v in found if id(v) not in own]
 
 
 def shuffles(adapter: Any) -> bool:

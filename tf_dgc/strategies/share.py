@@ -68,6 +68,7 @@ class Share:
         self._said: set[str] = set()
         self._factors: dict[Any, tf.Tensor] = {}  # of the step that runs
         self._small_steps = SmallSteps()
+        self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     # Steps.
 
@@ -95,10 +96,20 @@ class Share:
         self._leaves = not division.is_left_to_keras(model, function)
         self._left = False
 
+        trains = function.__name__ == "train_step" and not self._local
+
         def run() -> Any:
-            if not self._may_be_empty:
+            if self._may_be_empty:
+                result, _, flow = run_with_a_row(model, args, step)
+            elif not trains or (tf.executing_eagerly() and model in self._followed):
                 return step(args)
-            return run_with_a_row(model, args, step)[0]
+            else:
+                with _host.flow.Flow([args]) as flow:
+                    result = step(args)
+            if trains:
+                self._followed.add(model)
+                self._tell_what_parts(model, flow)
+            return result
 
         try:
             self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
@@ -346,6 +357,21 @@ class Share:
             "`strategy.num_replicas_in_sync` in the step and divide by it"
         )
 
+    def _tell_what_parts(self, model: keras.Model, flow: _host.flow.Flow) -> None:
+        """Name what a step keeps of this worker's rows, beside what is trained."""
+        names = [
+            variable.path
+            for variable in _host.keras.variables_of_users(model)
+            if flow.wrote(_host.keras.plain(variable))
+        ]
+        if names:
+            self._say(
+                f"The training step of {model.name!r} writes to {', '.join(names)} "
+                "what it computes of its worker's rows: each worker has its own, and "
+                "the chief's are saved. Where they are to be of all rows, gather what "
+                "is written: tf.distribute.get_replica_context().all_gather(rows, 0)"
+            )
+
     def _say(self, warning: str) -> None:
         if warning not in self._said and self._transport.rank == 0:
             self._said.add(warning)
@@ -401,20 +427,26 @@ def _counter() -> tf.Variable:
 
 def run_with_a_row(
     model: keras.Model, args: Any, step: Callable[[Any], Any]
-) -> tuple[Any, tf.Tensor]:
+) -> tuple[Any, tf.Tensor, _host.flow.Flow]:
     """Run a step with a row of zeros where there is none, which leaves no trace.
 
+    Variables to which the step wrote what depends on the row have the values of before;
+    what follows the weights, or counts steps, does so as on other workers.
+
     Returns:
-        What the step returns, and how many rows there were: shape [], int32.
+        What the step returns, how many rows there were, shape [] and int32, and what
+        became of them.
     """
-    kept = _host.keras.changed_by_forward_passes(model)
+    kept = _host.keras.changed_by_steps(model)
     before = [variable.read_value() for variable in kept]
     filled, count = slicing.at_least_one_row(args)
-    result = step(filled)
+    with _host.flow.Flow([filled]) as flow:
+        result = step(filled)
+    changed = [(v, b) for v, b in zip(kept, before, strict=True) if flow.wrote(v)]
 
     def put_back() -> None:
-        for variable, value in zip(kept, before, strict=True):
+        for variable, value in changed:
             variable.assign(value)
 
     tf.cond(count == 0, put_back, lambda: None)
-    return result, count
+    return result, count, flow
