@@ -38,7 +38,6 @@ from collections.abc import Sequence
 from tf_dgc.launcher import hosts, settings, workers
 from tf_dgc.launcher.job import Group, Job
 from tf_dgc.launcher.workers import Command
-from tf_dgc.verify.command import verify
 
 NAME = "tf-dgc-run"
 
@@ -223,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     job = Job(NAME, options.timeout, options.grace, options.ps)
     if options.verify:
+        from tf_dgc.verify.command import verify  # needs NumPy
+
         count, steps = places[0].slots, options.verify_steps
         return verify(job, NAME, command, count, steps, environment)
 
