@@ -69,6 +69,11 @@ class Job:
         members.put(members._seen, 0.0)
         self._living.remove(strategy)
 
+    def end(self, strategy: tf_dgc.DownpourStrategy) -> None:
+        """Let a worker leave, as its process does at its end."""
+        strategy._members.leave()
+        self._living.remove(strategy)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

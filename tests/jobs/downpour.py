@@ -336,8 +336,13 @@ def compressed() -> dict[str, Any]:
     }
 
 
-def _fitted(of: int, eagerly: bool, both: bool) -> list[np.ndarray]:
-    """Train on batches of `of` rows, the last of 3."""
+def _fitted(
+    of: int, eagerly: bool, both: bool, follows: bool = False
+) -> list[np.ndarray]:
+    """Train on batches of `of` rows, the last of 3.
+
+    The rate falls from epoch to epoch; who follows the chief decides otherwise.
+    """
     x, y = data(83)
     found = []
     sgd = {"momentum": 0.9, "weight_decay": 0.01, "global_clipnorm": 0.3}
@@ -350,7 +355,12 @@ def _fitted(of: int, eagerly: bool, both: bool) -> list[np.ndarray]:
         model = keras.Sequential([*layers, keras.layers.Dense(3)])
         compiled(model, optimizer, run_eagerly=eagerly)
         batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(of)
-        model.fit(batches, epochs=1 if eagerly else 2, verbose=0)
+        rate = 0.04 if optimizer is optimizers[0] else 0.01
+        falls = keras.callbacks.LearningRateScheduler(
+            lambda epoch, _, rate=rate: 9.0 if follows else rate / (1 + epoch)
+        )
+        epochs = 1 if eagerly else 2
+        model.fit(batches, epochs=epochs, verbose=0, callbacks=[falls])
         found += [v.numpy() for v in model.trainable_variables]
         found.append(np.array(int(optimizer.iterations)))
     return found
@@ -380,7 +390,7 @@ def together(eagerly: bool = False, both: bool = False) -> dict[str, Any]:
     plain = _fitted(20, eagerly, both)
     strategy = strategy_of(synchronous=True)
     with strategy.scope():
-        found = _fitted(20, eagerly, both)
+        found = _fitted(20, eagerly, both, strategy.rank > 0)
         model = perceptron(8)
         loss = keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")
         model.compile("sgd", loss)

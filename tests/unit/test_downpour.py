@@ -1,8 +1,10 @@
 """Tests of workers of parameter servers, all in this process."""
 
+import os
 import pathlib
 import tempfile
 from typing import Any
+from unittest import mock
 
 import keras
 import local_servers
@@ -239,6 +241,66 @@ class SuccessionTest(parameterized.TestCase):
                 self.assertGreater(counted.min(), 0)
                 self.assertEqual(exchange.steps, steps if epochs == 1 else 20)
                 job.kill(strategy)
+
+
+class RatesTest(parameterized.TestCase):
+    """The chief's learning rate counts for all workers."""
+
+    def rate_after(self, model: keras.Model, **options: Any) -> float:
+        x = np.zeros([8, 4], "float32")
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, **options)
+        return float(model.optimizer.learning_rate)
+
+    def test_others_take_the_rate_of_the_chief_whatever_they_decide(self) -> None:
+        with local_servers.Job(workers=2) as job:
+            chief, model = (first := job.worker(0)), linear(first, 0.5)
+            self.rate_after(model)
+            other = linear(job.worker(1), 0.125)
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                self.assertEqual(self.rate_after(other), 0.5)
+            self.assertIn(
+                "The learning rate of worker 1 is 0.125, that of worker 0, the chief, "
+                "0.5: the chief's counts for all",
+                logs.output[0],
+            )
+            model.optimizer.learning_rate = 0.25
+            self.rate_after(model)
+            decides = keras.callbacks.LearningRateScheduler(lambda epoch: 1.0)
+            self.assertEqual(self.rate_after(other, callbacks=[decides]), 0.25)
+            job.kill(chief)
+            again = linear(job.worker(0), 0.5)
+            self.assertEqual(self.rate_after(again), 0.25)
+
+    def test_other_settings_that_differ_are_named(self) -> None:
+        with local_servers.Job(workers=2) as job:
+            schedules = keras.optimizers.schedules
+            for strategy, rate, clip in (
+                (job.worker(0), schedules.ExponentialDecay(0.1, 10, 0.5), 1.0),
+                (job.worker(1), schedules.ExponentialDecay(0.2, 10, 0.5), 2.0),
+            ):
+                model = linear(strategy)
+                with strategy.scope():
+                    optimizer = keras.optimizers.SGD(rate, clipnorm=clip)
+                    model.compile(optimizer, "mse", jit_compile=False)
+                if strategy.is_chief:
+                    self.rate_after(model)
+                    continue
+                with self.assertRaisesRegex(
+                    ValueError,
+                    "All workers must have the same optimizers. Received: `clipnorm` "
+                    "differs: 1.0 on rank 0; 2.0 on rank 1. `learning_rate` differs",
+                ):
+                    self.rate_after(model)
+
+
+class EndTest(parameterized.TestCase):
+    def test_who_is_started_again_is_taken_in(self) -> None:
+        with local_servers.Job(workers=1) as job:
+            job.end(job.worker(0))
+            with self.assertRaisesRegex(ValueError, "The servers must be new"):
+                job.worker(0)
+            with mock.patch.dict(os.environ, {"TF_DGC_ATTEMPT": "1"}):
+                job.end(job.worker(0))
 
 
 class HeartbeatTest(parameterized.TestCase):

@@ -466,6 +466,15 @@ def follows_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(getattr(optimizer, "_learning_rate", None), kind)
 
 
+def rate_of(optimizer: keras.optimizers.Optimizer) -> Any | None:
+    """Return the variable of an optimizer's rate; None where it is computed.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._learning_rate.
+    """
+    rate = getattr(optimizer, "_learning_rate", None)
+    return rate.value if isinstance(rate, keras.Variable) else None
+
+
 def global_seed_state() -> Any:
     """Return the state of the generator that Keras uses where a layer names none.
 

@@ -34,6 +34,7 @@ from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.pushed import Chosen, Pushed
+from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers import members
 from tf_dgc.servers.clocks import Clocks
@@ -78,6 +79,8 @@ class Trained(NamedTuple):
     per_push: int  # by how much a push counts there
     overwritten: bool  # whether each push changes all there is
     runs: Callable[[], bool]  # whether a step is run or traced
+    rate: Any  # variable of the learning rate; None where it is computed
+    settings: Mapping[str, Any]  # of the optimizer, which all must have alike
 
 
 class Downpouring:
@@ -100,6 +103,7 @@ class Downpouring:
         self.twins = Twins(servers)
         self.totals = Totals()
         self.versions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.rates: weakref.WeakKeyDictionary[Any, Rate] = weakref.WeakKeyDictionary()
         self._expected: Trained | None = None
         self.last: Callable[[], None] = lambda: None
         with tf.init_scope(), tf.device("CPU:0"):
@@ -160,6 +164,7 @@ class Downpour(Exchange):
     Attributes:
         version: shape [], int64, on server 0: number of pushes, of all workers.
         known: shape [], int64: the last that this worker has seen of it.
+        rate: the chief's learning rate, which counts for all.
         clocks: how far workers are; None without a bound of staleness.
         together: where gradients meet; None where workers do not wait for each other.
     """
@@ -237,6 +242,10 @@ class Downpour(Exchange):
         fresh = version is None
         self.version = version or servers.variable(f"{name}.version", tf.int64)
         self._make.versions[self.owner()] = self.version
+        if fresh:
+            args = name, servers, self._members, trained.rate
+            self._make.rates[self.owner()] = Rate(*args)
+        self.rate = self._make.rates[self.owner()]
         moved = [
             (kept, self._beside(f"{name}.kept.{i}", kept))
             for i, kept in enumerate(trained.kept)
@@ -263,6 +272,7 @@ class Downpour(Exchange):
             if fresh:
                 pushes = tf.cast(self._steps, tf.int64) // self._per_push
                 self.version.assign(pushes)
+                self.rate.begin()
             if self.clocks is not None:
                 self.clocks.begin()
             if self._pushed is not None:
@@ -279,10 +289,16 @@ class Downpour(Exchange):
         }
         kept_forms = values.forms([kept.value for kept in trained.kept])
         record |= {f"kept {i}": form for i, form in enumerate(kept_forms)}
+        settings = dict(trained.settings)
+        record["settings"] = settings
         record["shards"] = [[list(piece) for piece in twin.pieces] for _, twin in pairs]
         variable = servers.variable(f"{name}.record", tf.string)
         there = self._members.share("variables", variable, record, begin)
-        members.compare("trained variables", there, record, self._members.index)
+        index = self._members.index
+        members.compare("optimizers", there.pop("settings"), settings, index)
+        del record["settings"]
+        members.compare("trained variables", there, record, index)
+        self.rate.join()
         succession = self._members.succession
         for kept, shared in moved:
             if shared is not kept.value:  # a table knows by itself
@@ -374,8 +390,10 @@ class Downpour(Exchange):
                 float32; and, where a step is taken together, the gradients that it is
                 of; changes what is on the servers.
         """
+        told = self.rate.tell()
         if self.together is not None:
-            self._push_together(self.together, update)
+            with tf.control_dependencies(told):
+                self._push_together(self.together, update)
             return
         with tf.device(self.version.device):
             number = tf.identity(self.version.assign_add(1, read_value=True))
@@ -470,6 +488,7 @@ class Downpour(Exchange):
             first.append(self.together.turns.follow())
         with tf.control_dependencies(first):
             size = self._pull()
+            self.rate.take()
             self._fetched.assign(version)
             self.known.assign(version)
             self._own.assign(tf.zeros([], tf.int64))

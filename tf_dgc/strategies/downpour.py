@@ -338,12 +338,14 @@ class DownpourStrategy(BaseStrategy):
 
         def push(pairs: list[Any], rate: Any) -> None:
             def do(factor: tf.Tensor, means: Any = None) -> None:
+                # Of a common step; what follows reads it as well.
+                chosen = rate if means is None else exchange.rate.now(rate)
                 for each in before:
                     each()
                 of = pairs
                 if means is not None:
                     of = on_servers.of_all(optimizer, pairs, means)
-                update(of, rate * tf.cast(factor, rate.dtype))
+                update(of, chosen * tf.cast(factor, chosen.dtype))
                 on_servers.finish(optimizer, self.extended, self.twins)
 
             exchange.push(do)

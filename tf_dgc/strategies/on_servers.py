@@ -4,7 +4,7 @@ A twin is what of a worker's variable is on the servers, and is trained.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -63,7 +63,33 @@ def moved(
         per_push,
         overwritten,
         runs=lambda: extended.running,
+        rate=_host.keras.rate_of(optimizer),
+        settings=settings_of(optimizer),
     )
+
+
+def settings_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Return what all workers must have alike of an optimizer, as JSON can hold it.
+
+    Not its rate, where that is a number: callbacks change it, and the chief's counts.
+    """
+    try:
+        config = dict(optimizer.get_config())
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return {}  # of a class that does not tell
+    if not isinstance(config.get("learning_rate"), Mapping):
+        config.pop("learning_rate", None)
+    found: dict[str, Any] = _plain(config)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, texts, and what is made of these; names may be drawn."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items() if k != "name"}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def warnings_about(
