@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
-from loopback import Loopback, run_workers
+from loopback import Loopback, in_scopes, outcomes, run_workers
 
+import tf_dgc
 from tf_dgc.strategies import data
+from tf_dgc.strategies.handed_over import fingerprint
 from tf_dgc.strategies.own_batches import OwnBatches
 
 Tensors = Callable[[tf.Tensor], Any]
@@ -70,6 +73,64 @@ class PredictTest(parameterized.TestCase, tf.test.TestCase):
             return float(own.call(lambda: own.predict((x,), step)))
 
         self.assertEqual(run_workers(2, predicted), [4.0, 8.0])
+
+
+def model() -> keras.Model:
+    made = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
+    )
+    made.compile("sgd", "mse", run_eagerly=True)
+    return made
+
+
+class HandedOverTest(parameterized.TestCase, tf.test.TestCase):
+    """Data that each worker has made for itself."""
+
+    x = np.arange(14, dtype=np.float32).reshape(7, 2)
+
+    def test_each_predicts_what_it_hands_over(self) -> None:
+        def predicted(strategy: Any) -> Any:
+            made, own = model(), self.x[strategy.rank :: 2]
+            alone = made.predict(own, batch_size=2, verbose=0)
+            return alone, own.sum(1), made.predict(self.x, batch_size=2, verbose=0)
+
+        for alone, expected, together in in_scopes(2, predicted):
+            self.assertAllClose(alone[:, 0], expected)
+            self.assertAllClose(together[:, 0], self.x.sum(1))
+
+    @parameterized.parameters("evaluate", "fit")
+    def test_metrics_are_of_all(self, method: str) -> None:
+        def evaluated(transport: Loopback) -> Any:
+            strategy = tf_dgc.DenseStrategy(transport=transport)
+            with strategy.scope():
+                own = self.x[strategy.rank :: 2]
+                data = own, own[:, :1]
+                if method == "evaluate":
+                    return model().evaluate(*data, verbose=0)
+                return model().fit(self.x, self.x[:, :1], validation_data=data)
+
+        for error in outcomes(2, evaluated):
+            self.assertIsInstance(error, ValueError)
+            self.assertRegex(str(error), r"same data to `evaluate`.*\(4, 2\).*\(3, 2\)")
+
+    def test_fingerprints_part_what_differs(self) -> None:
+        large = np.zeros([2**15, 16], np.float32)
+        other = large.copy()
+        other[-1, 3] = 1.0
+        frame = {"a": np.array(["x", None], object), "b": [large]}
+        ragged = tf.ragged.constant([[1], [2, 3]])
+        for one, two in (
+            (large, other),
+            (large, large[1:]),
+            (large, large.astype(np.float64)),
+            (frame, {**frame, "a": np.array(["y", None], object)}),
+            (ragged, tf.ragged.constant([[1, 2], [3]])),
+            (tf.data.Dataset.range(3), tf.data.Dataset.range(4)),
+        ):
+            self.assertNotEqual(fingerprint(one), fingerprint(two))
+            self.assertEqual(fingerprint(one), fingerprint(one))
+        for unknown in (None, iter([]), "text", [1.0]):
+            self.assertEqual(fingerprint(unknown), [])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import adopted, files, fits
+from tf_dgc.strategies import adopted, files, fits, handed_over
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
@@ -74,6 +74,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             _of_several.add(self)
             _host.hooks.hook_share()
             adopted.install()
+            handed_over.install()
             clips_sum = not isinstance(config, DGCConfig)
             self.share = Share(self._transport, clips_sum, not self.lockstep)
             self.own_batches = OwnBatches(self._transport)

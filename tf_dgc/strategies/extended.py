@@ -304,7 +304,12 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         return None if known or not level.can_end(dataset.element_spec) else self._end
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
-        self._container_strategy().settle()
+        strategy = self._container_strategy()
+        strategy.settle()
+        if strategy.own_batches is not None and strategy.own_batches.is_alone:
+            return _host.distribute.distributed_dataset(
+                strategy, dataset, self._device, None
+            )
         if self._transport.size > 1:
             if provenance.decided_by_chance(dataset):
                 self._tell_chance()

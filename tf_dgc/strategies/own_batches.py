@@ -17,7 +17,11 @@ _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
 
 class OwnBatches:
-    """Whether a batch is this worker's own; there is one per strategy."""
+    """Whether a batch is this worker's own; there is one per strategy.
+
+    Attributes:
+        is_alone: whether data are read that are this worker's own.
+    """
 
     def __init__(self, transport: Transport) -> None:
         """Create the variable, outside of any graph.
@@ -26,6 +30,7 @@ class OwnBatches:
             transport: of the strategy.
         """
         self._transport = transport
+        self.is_alone = False
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             self._alone = tf.Variable(False, trainable=False, synchronization=own)
@@ -62,10 +67,12 @@ class OwnBatches:
     def call(self, function: Callable[[], Any]) -> Any:
         """Call what takes a batch of this worker's own; not collective."""
         self._alone.assign(True)
+        self.is_alone = True
         try:
             return function()
         finally:
             self._alone.assign(False)
+            self.is_alone = False
 
 
 def gathered_rows(transport: Transport, own: Any, name: str) -> Any:
