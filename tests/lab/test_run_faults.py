@@ -177,6 +177,38 @@ class HostsTest(Launched):
         self.assertEqual((status, out), (127, []))
         self.assertEqual(err.count("cannot start workers on 127.0.0.2"), 2)
 
+    def test_no_ssh(self) -> None:
+        given = ["--hosts", "127.0.0.1:1", "--ssh", "/no/ssh", "--restarts", "2"]
+        status, _, err = self.run_to_end(*given, self.script(""))
+        told = "tf-dgc-run: cannot start tasks: [Errno 2] No such file or directory: "
+        self.assertEqual((status, err), (127, f"{told}'/no/ssh'\n"))
+
+    def test_a_folder_that_is_gone(self) -> None:
+        script = self.script("print('here')")
+        folder, self.folder = self.folder, self.folder / "gone"
+        code = f"import os; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, "
+        for arguments, status, told in (
+            (["-n", "1", script], 0, "[0] here"),
+            (["-n", "1", "-m", "json.tool", "-h"], 0, "[0] usage: "),
+            (["--hosts", "127.0.0.1:1", "x.py"], 127, "No such file or directory"),
+        ):
+            with self.subTest(arguments=arguments):
+                self.folder.mkdir()
+                command = [sys.executable, "-m", "tf_dgc.run", *arguments]
+                done = subprocess.run(
+                    [sys.executable, "-c", f"{code}{command!r})"],
+                    cwd=self.folder,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                    check=False,
+                )
+                self.assertEqual(done.returncode, status, done.stderr)
+                self.assertIn(told, done.stdout + done.stderr)
+                self.assertNotIn("Traceback", done.stderr)
+        self.folder = folder
+
     def test_a_script_that_no_host_has(self) -> None:
         given = self.on_hosts("--restarts", "3", "none.py")
         status, _, err = self.run_to_end(*given)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tf_dgc.launcher import output
-from tf_dgc.launcher.workers import POLL_SECONDS, CannotStart, NotThere
+from tf_dgc.launcher.workers import POLL_SECONDS, CannotStart, NotThere, obstacle_of
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIMED_OUT = 124  # as of timeout(1)
@@ -134,11 +134,12 @@ class Job:
         """Return the status, and whether the job is not to be started again."""
         try:
             group = start(self._again)
-        except CannotStart as error:
+        except (CannotStart, OSError) as error:
             if self.received:
                 return 128 + self.received[0], True
-            self._say(str(error))
-            return CANNOT_START, isinstance(error, NotThere)
+            obstacle = obstacle_of("tasks", error)
+            self._say(str(obstacle))
+            return CANNOT_START, isinstance(obstacle, NotThere)
         self._failed: dict[int, float] = {}  # workers, and when to start them again
         self._pauses: dict[int, Pauses] = {}
         self._began = time.monotonic()

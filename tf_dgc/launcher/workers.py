@@ -80,6 +80,14 @@ class NotThere(CannotStart):
     """What is to run is not there: to try again does not help."""
 
 
+def obstacle_of(what: str, error: CannotStart | OSError) -> CannotStart:
+    """Return what an error means to those who start something."""
+    if isinstance(error, CannotStart):
+        return error
+    kind = CannotStart if error.errno in _PASSING else NotThere
+    return kind(f"cannot start {what}: {error}")
+
+
 class Command(NamedTuple):
     """Command line of all workers."""
 
@@ -105,7 +113,7 @@ class Command(NamedTuple):
 
 
 def _is_module(name: str) -> bool:
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, "")  # this folder
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -159,7 +167,7 @@ class Workers:
                 self._processes.append(self._start(task))
         except OSError as error:
             self.kill()
-            kind = CannotStart if error.errno in _PASSING else NotThere
+            kind = type(obstacle_of(command[0], error))
             raise kind(f"cannot start {command[0]}: {error}") from error
         for task in range(len(environments)):
             self._copy_both(task)
