@@ -1,10 +1,11 @@
 """Keras callbacks: figures for people, and jobs that continue after a kill."""
 
+import contextlib
 import functools
 import pathlib
 import secrets
-import shutil
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from tf_dgc import _host, bands
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.downpour import ServerStats
-from tf_dgc.strategies import backups, kept, positions, remembered
+from tf_dgc.strategies import backups, calls, kept, owners, positions, remembered
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.downpour import DownpourStrategy
@@ -138,6 +139,12 @@ def _served(before: ServerStats, after: ServerStats) -> dict[str, float]:
 class BackupState(keras.callbacks.Callback, AtTheEnd):
     """Backs up a job at the end of each epoch; started again, it continues from there.
 
+    The backups are removed when all workers have ended well, not when `fit` does: a
+    worker that dies at `model.save` costs no training. A process that ends by an error,
+    by `sys.exit(1)` or by a signal has not ended well. The job that is started again
+    then passes over each `fit` that had ended, whose weights and `History` it takes
+    from the backup. Several calls of `fit` may use one folder.
+
     In place of `keras.callbacks.BackupAndRestore`, on all workers. The last backup that
     all of them have is continued bit for bit: each worker's weights, optimizers,
     statistics, random generators of Keras, and what it keeps back, and the epoch; and
@@ -173,16 +180,18 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Say where, and how often.
 
         Args:
-            backup_dir: a folder for this alone, the same at every start.
-            delete_checkpoint: remove the backups at the end of `fit`.
+            backup_dir: a folder for this job alone, the same at every start, on a disk
+                of each worker or one that they share.
+            delete_checkpoint: remove the backups when all workers have ended well.
+                False: they stay, and the next `fit` continues from them.
             save_freq: number of steps between backups within an epoch, at least 1; with
                 `steps_per_execution`, at the end of the execution.
             save_seconds: seconds between them, by the clock of the chief, which tells
                 the others every ten steps.
 
         Raises:
-            ValueError: `backup_dir` is empty, both intervals are given, or one is out
-                of its range.
+            ValueError: `backup_dir` is empty or remote, both intervals are given, or
+                one is out of its range.
         """
         super().__init__()
         if not backup_dir:
@@ -191,9 +200,12 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 f"backup_dir={backup_dir!r}"
             )
         _check_intervals(save_freq, save_seconds)
-        self.backup_dir = pathlib.Path(backup_dir)
+        self.backup_dir = state_files.local_folder("backup_dir", backup_dir)
         self.delete_checkpoint = delete_checkpoint
         self.save_freq, self.save_seconds = save_freq, save_seconds
+        self._folder = self.backup_dir  # of this call of `fit`
+        self._number = 1  # of this call of `fit`
+        self._waiting: backups.Copy | None = None
         self._resumed: backups.Position | None = None
         self._counted: dict[str, Any] = {}
         self._iterator: Any = None
@@ -209,6 +221,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if not strategy.saves_state:
             self._follow(strategy)
             return
+        self._claim(strategy)
         if self._within:
             self._prepare(strategy)
         position = self._last_common(strategy)
@@ -217,7 +230,30 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if position is None:
             kept.clear(self.backup_dir, strategy)
             return
-        folder = self.backup_dir / position.name
+        with _named(self._folder / position.name):
+            self._restore(strategy, position)
+        if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
+            strategy.tell_epoch(position.epoch)
+
+    def _claim(self, strategy: BaseStrategy) -> None:
+        """Become the owner of the folder, and tell this `fit` from others."""
+        owner, transport = self._owner(strategy), strategy.transport
+        workers = 1 if transport.alone else transport.size
+        if isinstance(strategy, DownpourStrategy):
+            workers = strategy.workers
+        owners.claim(owner, transport, workers, self.delete_checkpoint)
+        owner.complete = False
+        if self.delete_checkpoint:
+            args = owner, strategy.rank, transport, self.model
+            self._number = calls.choose(*args)
+        self._folder = calls.place_of(self._number, self.backup_dir)
+
+    def _owner(self, strategy: BaseStrategy) -> owners.Owner:
+        return owners.of(self.backup_dir, strategy.rank)
+
+    def _restore(self, strategy: BaseStrategy, position: backups.Position) -> None:
+        """Take over a backup, on all workers."""
+        folder = self._folder / position.name
         subject = f"success in reading {folder}"
 
         def look() -> tuple[Any, ...]:
@@ -226,8 +262,12 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             return saved, weights, rest, remembered.read(rest, self.model)
 
         saved, weights, rest, found = saving.together(strategy.transport, subject, look)
-        slots = {"slots of optimizers": found.optimizers}
+        slots = {"slots of optimizers": found.optimizers, "stopped": found.stopped}
         handshake.agree(strategy.transport, f"backup in {folder}", slots)
+        if found.stopped and self.delete_checkpoint and not position.step:
+            # By a callback; the process ended after that, or the next epoch would be.
+            epochs = max(position.epoch, self.params["epochs"])
+            _host.keras.set_initial_epoch(self.model, epochs)
         with strategy.scope():
             remembered.build_optimizers(found, self.model)
 
@@ -236,7 +276,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             if position.step:
                 self._read_all(rest)
                 return
-            with bands.kept_elsewhere():
+            with bands.kept_elsewhere(), backups.naming(weights):
                 self.model.load_weights(weights)
             own = backups.seeds(self.model)  # all together: it may make variables
             if strategy.rank < saved:  # a worker that is new draws numbers of its own
@@ -250,6 +290,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def _follow(self, strategy: BaseStrategy) -> None:
         """Begin with the chief's epoch, where workers do not meet."""
         if isinstance(strategy, DownpourStrategy):
+            owner = self._owner(strategy)
+            if owner.follow(strategy.workers, self.delete_checkpoint):
+                kept.remove(self.backup_dir, strategy)
             epoch = strategy.chief_epoch()
             _host.keras.set_initial_epoch(self.model, epoch)
             kept.restore(self.backup_dir, strategy, self.model, epoch, self._within)
@@ -263,7 +306,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         backups.refuse_tables(self.model)
         own = tf.constant([secrets.randbelow(2**31)], tf.int64)
         self._run = int(strategy.transport.broadcast([own], "run")[0][0])
-        self._writer = backups.Writer(self.backup_dir, strategy.rank, _KEPT)
+        self._writer = backups.Writer(self._folder, strategy.rank, _KEPT)
+        self._waiting = None
         self._since, self._last = 0, time.monotonic()
 
     def _read_all(self, rest: pathlib.Path) -> None:
@@ -297,14 +341,14 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def _take_up(self, position: backups.Position, iterator: Any) -> None:
         """Bring the data to where they were."""
         strategy = _strategy_of(self)
-        folder = self.backup_dir / position.name
-        place = backups.data_of(folder, strategy.rank)
+        place = backups.data_of(self._folder / position.name, strategy.rank)
         # Of what is read from here on, workers may have other batches ready.
         strategy.extended.first_targets.compared.assign(True)
-        if positions.has_state(place):
-            positions.take_up(iterator, place)
-        else:
-            positions.read_again(iterator, position.step)
+        with _named(self._folder / position.name):
+            if positions.has_state(place):
+                positions.take_up(iterator, place)
+            else:
+                positions.read_again(iterator, position.step)
         self._iterator = iterator
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -313,11 +357,21 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if not (self._within and strategy.saves_state):
             return
         steps, self._done = batch + 1 - self._done, batch + 1
-        if not self._due(strategy, steps):
+        if self._waiting is not None:  # the epoch has gone on
+            self._writer.write(self._waiting)
+            self._waiting = None
+        # After its last step an epoch would begin with no step, and end without logs.
+        total = self.params.get("steps")
+        ends = self.model.stop_training or (total and self._done >= total)
+        if not self._due(strategy, steps) or ends:
             return
         position = backups.Position(self._epoch, batch + 1)
         args = strategy, self.model, self.others, self._iterator
-        self._writer.write(backups.copy(position, self._run, *args))
+        found = backups.copy(position, self._run, *args)
+        if total:
+            self._writer.write(found)
+        else:
+            self._waiting = found
 
     def _due(self, strategy: BaseStrategy, steps: int) -> bool:
         before = self._since
@@ -340,44 +394,44 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if not strategy.saves_state:
             kept.save(self.backup_dir, strategy, self.model, epoch + 1)
             return
-        self._iterator = None
+        self._iterator = self._waiting = None
         if self._within:
             self._since, self._last = 0, time.monotonic()
             saving.together(
                 strategy.transport, "success in writing backups", self._writer.wait
             )
-        folder = self.backup_dir / backups.Position(epoch + 1).name
+        folder = self._folder / backups.Position(epoch + 1).name
         weights, rest = self._files(folder, strategy.rank)
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             # Of a run that was killed; without a manifest the backup is not whole.
             (folder / state_files.MANIFEST).unlink(missing_ok=True)
-            with bands.kept_elsewhere():
-                self.model.save_weights(weights, overwrite=True)
             values = {name: v.numpy() for name, v in backups.seeds(self.model).items()}
             values |= remembered.arrays_of(self.others, self.model)
-            np.savez(rest, allow_pickle=False, **values)
-            for path in (weights, rest):
-                state_files.sync(path)
+            with backups.leaving_none(weights, rest):
+                backups.write_weights(self.model, weights)
+                np.savez(rest, allow_pickle=False, **values)
+                state_files.sync(rest)
 
-        saving.together(strategy.transport, f"success in writing {folder}", write)
+        with backups.leaving_none(weights, rest):
+            saving.together(strategy.transport, f"success in writing {folder}", write)
         strategy.save_state(folder, self.model)
-        for other in backups.listed(self.backup_dir):
+        for other in backups.listed(self._folder):
             if other != (epoch + 1, 0):
-                shutil.rmtree(self.backup_dir / other.name, ignore_errors=True)
+                owners.remove(self._folder / other.name)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Remove the backups."""
+        """Note that this `fit` has ended; its backups stay until the process does."""
         strategy = _strategy_of(self)
+        owner = self._owner(strategy)
+        owner.complete = True
         if not strategy.saves_state:
-            if self.delete_checkpoint:
-                kept.remove(self.backup_dir, strategy)
             return
         _host.keras.set_initial_epoch(self.model, None)
-        strategy.transport.barrier()
         if self.delete_checkpoint:
-            shutil.rmtree(self.backup_dir, ignore_errors=True)
+            owner.done.add(self._number)
+        strategy.transport.barrier()
 
     def _files(self, folder: pathlib.Path, rank: int) -> tuple[pathlib.Path, ...]:
         """Return where weights and the rest go, which are there before the manifest."""
@@ -387,9 +441,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Return the last position of which every worker has a whole backup."""
         transport = strategy.transport
         whole, begun = [-1] * _LOOKED_AT, 0
-        for position in backups.listed(self.backup_dir):
+        for position in backups.listed(self._folder):
             begun = 1
-            folder = self.backup_dir / position.name
+            folder = self._folder / position.name
             if backups.is_whole(folder, transport.rank, transport.size):
                 whole = [*whole[1:], position.number]
         mine = tf.constant([begun, *whole], tf.int64)
@@ -398,11 +452,25 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         without = [rank for rank, row in enumerate(found) if not row[0]]
         if not common and without and any(max(row[1:]) >= 0 for row in found):
             raise ValueError(
-                f"All workers must find a backup in {self.backup_dir}, or none. "
+                f"All workers must find a backup in {self._folder}, or none. "
                 f"Received: no backup on ranks {without}. Copy it there, or remove it "
                 "everywhere to begin anew."
             )
         return backups.of_number(max(common)) if common else None
+
+
+@contextlib.contextmanager
+def _named(folder: pathlib.Path) -> Iterator[None]:
+    """Say what to do where a backup cannot be taken up."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The backup in {folder} cannot be taken up: {error}. Start with its "
+            "model, optimizer, strategy and data. If a file is damaged or missing, "
+            f"remove {folder} on all workers: the job then continues from the backup "
+            "before it, or where there is none, begins anew"
+        ) from error
 
 
 def _check_intervals(save_freq: Any, save_seconds: Any) -> None:

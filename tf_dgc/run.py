@@ -226,9 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         count, steps = places[0].slots, options.verify_steps
         return verify(job, NAME, command, count, steps, environment)
+    launch = os.urandom(8).hex()  # the same for all that is started again
 
     def start(attempt: int) -> Group:
-        own = environment | {"TF_DGC_ATTEMPT": str(attempt)}
+        own = environment | {"TF_DGC_ATTEMPT": str(attempt), "TF_DGC_LAUNCH": launch}
         if places[0].address == "localhost":
             command.require()
             return workers.start_here(command.words, places[0].slots, options.ps, own)

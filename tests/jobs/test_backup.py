@@ -32,9 +32,13 @@ class BackupTest(parameterized.TestCase, unittest.TestCase):
     def _check(self, launcher: str, rank: int, step: int, *options: str) -> None:
         if launcher != "collective":
             launch.skip_without_horovod()
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        whole, folder = (
+            self.enterContext(tempfile.TemporaryDirectory()) for _ in range(2)
+        )
         arguments: dict[str, Any] = {"folder": folder} | dict.fromkeys(options, True)
-        expected = pool.run(launcher, 2, "backup", "run", **arguments)
+        expected = pool.run(
+            launcher, 2, "backup", "run", **arguments | {"folder": whole}
+        )
         self._killed(folder, launcher, rank, step, options)
         found = pool.run(launcher, 2, "backup", "run", **arguments)
         for one, two in zip(expected, found, strict=True):

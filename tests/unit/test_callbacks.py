@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 import types
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from loopback import Loopback, outcomes, run_workers
 import tf_dgc
 from tf_dgc import callbacks
 from tf_dgc.exchanges import files as state_files
-from tf_dgc.strategies import positions
+from tf_dgc.strategies import owners, positions
 from tf_dgc.transports.local import LocalTransport
 
 FIGURES = {
@@ -58,6 +59,15 @@ def wait_for_writers() -> None:
     for thread in threading.enumerate():
         if "Writer._run" in thread.name or "(_run)" in thread.name:
             thread.join()
+
+
+def end_process(well: bool) -> None:
+    """Do to the folders of backups what the end of this process does."""
+    for owner in owners._owners.values():
+        if well:
+            owner.end()
+        owner.release()
+    owners._owners.clear()
 
 
 @pytest.mark.long
@@ -160,6 +170,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         super().setUp()
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.backup = self.folder / "backup"
+        self.addCleanup(end_process, False)
 
     def train(self, make: Any, killed_at: int | None = None, **backup: Any) -> Any:
         """Train 5 epochs of 4 steps; return weights and the epochs that ran."""
@@ -192,6 +203,8 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self, make: Any, killed_at: int
     ) -> None:
         expected, _ = self.train(make)
+        self.assertTrue((self.backup / "epoch-00005").exists())
+        end_process(True)
         self.assertFalse(self.backup.exists())
         with self.assertRaises(Killed):
             self.train(make, killed_at)
@@ -218,7 +231,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
 
     def check_few_are_lost(self, make: Any, killed_at: int, save_freq: int) -> None:
         expected, _ = self.train(make, save_freq=save_freq)
-        self.assertFalse(self.backup.exists())
+        end_process(True)
         with self.assertRaises(Killed):
             self.train(make, killed_at, save_freq=save_freq)
         wait_for_writers()
@@ -309,6 +322,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_what_is_not_marked_as_whole_is_not_used(self) -> None:
         expected, _ = self.train(compressing, save_freq=1)
+        end_process(True)
         with self.assertRaises(Killed):
             self.train(compressing, 3, save_freq=1)
         wait_for_writers()
@@ -323,7 +337,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaises(Killed):
             self.train(compressing, 7, save_freq=1)
         wait_for_writers()
-        names = sorted(path.name for path in self.backup.iterdir())
+        names = sorted(path.name for path in self.backup.glob("epoch-*"))
         within = [f"epoch-00001-step-{step:08d}" for step in (1, 2, 3)]
         self.assertEqual(names, ["epoch-00001", *within])
 
@@ -344,7 +358,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
                 with self.assertRaises(Killed):
                     self.train(compressing, 3, save_seconds=seconds)
                 wait_for_writers()
-                found = {path.name for path in self.backup.glob("*")}
+                found = {path.name for path in self.backup.glob("epoch-*")}
                 self.assertEqual(found, expected)
                 shutil.rmtree(self.backup, ignore_errors=True)
 
@@ -400,6 +414,87 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(found, expected)
         self.assertEqual(again, epochs[4:])
 
+    @parameterized.parameters(True, False)
+    def test_one_that_dies_in_validation_decides_as_it_would_have(
+        self, known: bool
+    ) -> None:
+        def job(folder: str, killed: bool) -> Any:
+            keras.utils.set_random_seed(5)
+            with tf_dgc.DenseStrategy(transport="local").scope():
+                model = features.mlp()
+                model.compile(keras.optimizers.SGD(0.05), "mse")
+            validations = iter(range(9))
+
+            def maybe(logs: Any) -> None:
+                if killed and next(validations) == 1:
+                    raise Killed
+
+            watch = keras.callbacks.Callback()
+            watch.on_test_begin = maybe  # type: ignore[method-assign]
+            plateau = keras.callbacks.ReduceLROnPlateau(
+                "loss", factor=0.5, patience=1, min_delta=1.0
+            )
+            backup = callbacks.BackupState(self.folder / folder, save_freq=2)
+            data = features.batches()
+            if not known:
+                data = data.filter(lambda *row: True)
+                warnings.filterwarnings("ignore", "Your input ran out of data")
+            history = model.fit(
+                data,
+                epochs=4,
+                verbose=0,
+                shuffle=False,
+                validation_data=features.batches(32, 16),
+                callbacks=[watch, plateau, backup],
+            )
+            weights = [array.tobytes() for array in model.get_weights()]
+            return weights, history.history, history.epoch
+
+        self.enterContext(warnings.catch_warnings())
+        expected = job("a", False)
+        self.assertLess(expected[1]["learning_rate"][-1], 0.05)
+        with self.assertRaises(Killed):
+            job("b", True)
+        wait_for_writers()
+        self.assertEqual(job("b", False), expected)
+
+    def test_each_fit_of_a_script_goes_on_from_its_own_backup(self) -> None:
+        def script(folder: str, killed: bool, first: bool = True) -> Any:
+            keras.utils.set_random_seed(5)
+            strategy = tf_dgc.DenseStrategy(transport="local")
+            with strategy.scope():
+                model = features.mlp()
+                model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+            found = []
+            begun: list[int] = []
+
+            def begin(epoch: int, logs: Any) -> None:
+                begun.append(epoch)
+                if killed and len(begun) == 5:
+                    raise Killed
+
+            watch = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+            stopping = keras.callbacks.EarlyStopping("loss", min_delta=9, patience=1)
+            for epochs, more in ((9, [stopping]), (4, [])):
+                listed = [watch, *more, callbacks.BackupState(self.folder / folder)]
+                history = model.fit(
+                    features.batches(),
+                    epochs=epochs,
+                    verbose=0,
+                    shuffle=False,
+                    callbacks=listed,
+                )
+                weights = [array.tobytes() for array in model.get_weights()]
+                found.append((weights, history.history, history.epoch))
+            return found, begun
+
+        expected, begun = script("a", False)
+        self.assertEqual(begun, [0, 1, 0, 1, 2, 3])  # the first stops early
+        with self.assertRaises(Killed):
+            script("b", True)
+        end_process(False)
+        self.assertEqual(script("b", False), (expected, [2, 3]))
+
     def test_slots_of_an_optimizer_that_only_the_step_knows_are_continued(
         self,
     ) -> None:
@@ -444,6 +539,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
     @pytest.mark.slow
     def test_may_be_killed_again_and_again(self) -> None:
         expected, _ = self.train(compressing)
+        end_process(True)
         for killed_at in (6, 2, 5):
             with self.assertRaises(Killed):
                 self.train(compressing, killed_at)
@@ -470,7 +566,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         settings = {"verbose": 0, "shuffle": False, "callbacks": callback}
         first = model.fit(features.batches(), epochs=4, **settings)
         second = model.fit(features.batches(), epochs=2, **settings)
-        self.assertEqual((first.epoch, second.epoch), ([2, 3], [0, 1]))
+        self.assertEqual((first.epoch, second.epoch), ([0, 1, 2, 3], [0, 1]))
 
     def test_other_optimizers_have_no_part_in_it(self) -> None:
         def two_phases(folder: str, first_epochs: int, steps: int | None) -> Any:
@@ -501,7 +597,8 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_backups_stay_where_that_is_asked_for(self) -> None:
         self.train(compressing, delete_checkpoint=False)
-        names = [path.name for path in self.backup.iterdir()]
+        end_process(True)
+        names = [path.name for path in self.backup.glob("epoch-*")]
         self.assertEqual(names, ["epoch-00005"])
         _, epochs = self.train(compressing)
         self.assertEqual(epochs, [])

@@ -108,7 +108,11 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             public;
             "average loss": tf.nn.compute_average_loss, which is public;
             "set strategy": tf.distribute.experimental_set_strategy(strategy), which is
-            public.
+            public;
+            "cache": tf.data.Dataset.cache(filename), which is public;
+            "save folder": tf.saved_model.save(obj, export_dir, signatures, options),
+            which is public, and which `model.export` calls;
+            "load weights": keras.Model.load_weights(filepath), which is public.
         hook: gets the function that was there before, and its arguments.
     """
     owner, attribute = {
@@ -144,6 +148,9 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "mean": (keras.metrics.Mean, "update_state"),
         "average loss": (tf.nn, "compute_average_loss"),
         "set strategy": (tf.distribute, "experimental_set_strategy"),
+        "cache": (tf.data.Dataset, "cache"),
+        "save folder": (tf.saved_model, "save"),
+        "load weights": (keras.Model, "load_weights"),
     }[name]
     if inspect.isclass(owner):
         owner = next(each for each in owner.__mro__ if attribute in vars(each))

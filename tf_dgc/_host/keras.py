@@ -5,6 +5,7 @@ KB is keras/src/backend.
 
 import collections
 import functools
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ with probe.imports():
     from keras.src.backend.common import global_state, masking
     from keras.src.models import functional
     from keras.src.random import seed_generator
+    from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters import (
         array_data_adapter,
         generator_data_adapter,
@@ -41,6 +43,8 @@ def wanted() -> list[tuple[Any, str]]:
         (py_dataset, "_standardize_batch"),
         (global_state, "get_global_attribute"),
         (seed_generator, "global_seed_generator"),
+        (saving_lib, "H5IOStore"),
+        (saving_lib, "_save_state"),
         (resource_variable_ops, "BaseResourceVariable"),
         (variable, "_distribute_strategy"),
         (keras.name_scope, "caller"),
@@ -494,6 +498,26 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     keras/src/trainers/trainer.py: Trainer._initial_epoch.
     """
     model._initial_epoch = epoch
+
+
+def weights_file(model: keras.Model) -> bytes:
+    """Return what `model.save_weights` writes to a file, made in memory.
+
+    HDF5 does not survive a full disk: it raises what tells nothing of it, or crashes
+    later. keras/src/saving/saving_lib.py: H5IOStore, _save_state, as in
+    save_weights_only.
+    """
+    octets = io.BytesIO()
+    store = saving_lib.H5IOStore(octets, mode="w")
+    saving_lib._save_state(
+        model,
+        weights_store=store,
+        assets_store=None,
+        inner_path="",
+        visited_saveables=set(),
+    )
+    store.close()
+    return octets.getvalue()
 
 
 # By class of callbacks.

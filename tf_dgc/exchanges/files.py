@@ -27,6 +27,7 @@ FORMAT = "tf_dgc state, version 1"
 MANIFEST = "manifest.json"
 Arrays = Mapping[str, np.ndarray]
 _MAX_MANIFEST = 2**26  # bytes
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib takes a slash away
 
 
 class _WrongField(ValueError):
@@ -57,6 +58,22 @@ def manifest_of(
     }
 
 
+def local_folder(argument: str, path: Any) -> pathlib.Path:
+    """Return the path of a folder that the disks of this machine have.
+
+    Raises:
+        ValueError: it is one of a remote store.
+    """
+    text = os.fsdecode(path)
+    if _SCHEME.match(text):
+        raise ValueError(
+            f"`{argument}` must be a folder of a disk that is mounted here, of each "
+            f"worker or shared by all. Received: {argument}={text!r}. Mount the bucket "
+            "(gcsfuse, mountpoint-s3 or the like) and give the path of that"
+        )
+    return pathlib.Path(text)
+
+
 def prepare(
     folder: pathlib.Path, rank: int, manifest: dict[str, Any], arrays: Arrays
 ) -> None:
@@ -73,11 +90,17 @@ def prepare(
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(manifest)
-    with (folder / name_of(rank, manifest["save"])).open("wb") as file:
-        octets = np.frombuffer(text.encode(), np.uint8)
-        np.savez(file, allow_pickle=False, manifest=octets, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
+    path = folder / name_of(rank, manifest["save"])
+    try:
+        with path.open("wb") as file:
+            octets = np.frombuffer(text.encode(), np.uint8)
+            np.savez(file, allow_pickle=False, manifest=octets, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # such as a full disk: a part of a file takes what is left
+        path.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
+        raise
 
 
 def commit(folder: pathlib.Path, rank: int, manifest: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import pathlib
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
         OSError: of the disk, on the worker that met it.
         ValueError: on the others then, or where the workers' records differ.
     """
-    folder = pathlib.Path(path)
+    folder = state_files.local_folder("path", path)
     number = tf.constant([secrets.randbelow(2**31)], tf.int64)
     if not transport.alone:
         number = transport.all_gather(number, "save")[0]
@@ -93,7 +92,7 @@ def load(transport: Transport, path: Any) -> list[Record]:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or workers see different states; names it.
     """
-    folder, size = pathlib.Path(path), transport.size
+    folder, size = state_files.local_folder("path", path), transport.size
     manifest = together(
         transport, "manifest", lambda: state_files.read_manifest(folder)
     )

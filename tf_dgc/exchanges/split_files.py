@@ -45,7 +45,7 @@ def load(transport: Transport, path: Any, parts: Sequence[Any]) -> list[np.ndarr
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or of other layers; names file and field.
     """
-    folder = pathlib.Path(path)
+    folder = state_files.local_folder("path", path)
 
     def read() -> list[np.ndarray]:
         manifest = state_files.read_manifest(folder)

@@ -4,12 +4,16 @@ No worker waits for another, so that a backup is whole when each worker has mark
 own as whole; those that are older are kept until all must have a newer one.
 """
 
+import contextlib
+import errno
 import json
+import math
+import os
 import pathlib
 import shutil
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -21,8 +25,9 @@ from tf_dgc import _host, bands
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records
-from tf_dgc.strategies import positions, remembered
+from tf_dgc.strategies import owners, positions, remembered
 from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.strategies.extended import on_one_worker
 
 _VALUE, _SEED = "value", "seed"
 
@@ -214,6 +219,12 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         mark(folder, self._rank).unlink(missing_ok=True)
         rest = rest_of(folder, self._rank)
+        with leaving_none(rest):
+            self._write_files(folder, found)
+        self._clean()
+
+    def _write_files(self, folder: pathlib.Path, found: Copy) -> None:
+        rest = rest_of(folder, self._rank)
         np.savez(rest, allow_pickle=False, **found.rest)
         state_files.sync(rest)
         if found.data is not None:
@@ -224,17 +235,69 @@ class Writer:
         temporary.write_text(json.dumps(found.manifest["save"]))
         state_files.sync(temporary)
         temporary.replace(mark(folder, self._rank))
-        self._clean()
 
     def _clean(self) -> None:
         within = [p for p in listed(self._folder) if p.step]
         for position in within[: -self._keep]:
-            shutil.rmtree(self._folder / position.name, ignore_errors=True)
+            owners.remove(self._folder / position.name)
 
 
 def listed(folder: pathlib.Path) -> list[Position]:
     """Return the positions of which there is a folder, in their order."""
     return sorted(filter(None, (of_name(path.name) for path in folder.glob("epoch-*"))))
+
+
+def write_weights(model: keras.Model, path: pathlib.Path) -> None:
+    """Write the weights and slots of a model to a disk that may be full.
+
+    Raises:
+        OSError: of the disk.
+    """
+    with bands.kept_elsewhere(), on_one_worker():
+        if _has_tables(model):  # they are read in parts, as no worker may hold one
+            _check_room(path.parent, model)
+            model.save_weights(path, overwrite=True)
+        else:
+            path.write_bytes(_host.keras.weights_file(model))
+    state_files.sync(path)
+
+
+@contextlib.contextmanager
+def naming(path: pathlib.Path) -> Iterator[None]:
+    """Let errors of HDF5, which name no file, name this one."""
+    try:
+        yield
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path}: damaged, or of another model: {error}") from error
+
+
+@contextlib.contextmanager
+def leaving_none(*paths: pathlib.Path) -> Iterator[None]:
+    """Remove files that could not be written whole, as they take what room is left."""
+    try:
+        yield
+    except Exception as error:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(paths[0].parent)
+        raise
+
+
+def _check_room(folder: pathlib.Path, model: keras.Model) -> None:
+    """Raise OSError where a disk has no room for a model."""
+    holders = (model, *_host.keras.optimizers_of(model))
+    plain = {id(v): _host.keras.plain(v) for each in holders for v in each.variables}
+    values = plain.values()
+    size = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in values)
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        text = f"{os.strerror(errno.ENOSPC)}: {free} bytes, where {size} are needed"
+        raise OSError(errno.ENOSPC, text, str(folder))
+
+
+def _has_tables(model: keras.Model) -> bool:
+    return any(isinstance(_host.keras.plain(v), Table) for v in model.variables)
 
 
 def mark(folder: pathlib.Path, rank: int) -> pathlib.Path:

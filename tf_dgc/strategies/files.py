@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, bands
+from tf_dgc.strategies import shared_paths
 from tf_dgc.strategies.extended import OneReplicaExtended, on_one_worker
 
 # They do nothing on workers that are not the chief.
@@ -51,6 +52,7 @@ def install(rank: int, workers: int) -> None:
     them to one path.
     """
     _Process.several, _Process.chief = workers > 1, rank == 0
+    shared_paths.install(rank, workers)
     if _Process.installed:
         return
     _Process.installed = True
@@ -64,6 +66,7 @@ def install(rank: int, workers: int) -> None:
 
     @functools.wraps(joined)
     def set_model(self: Any, model: Any) -> None:
+        shared_paths.begin()
         if model and (strategy := strategy_of(model)):
             _join(self, strategy, model)
         joined(self, model)
@@ -291,6 +294,7 @@ def _replacing(original: Callable[..., None]) -> Callable[..., None]:
             return
         strategy = strategy_of(self)
         chief = strategy.is_chief if strategy else _Process.chief
+        shared_paths.note_saving(target)
         with _replaced(target, chief) as temporary, on_one_worker():
             original(self, temporary, overwrite, **kwargs)
 
@@ -366,20 +370,12 @@ def _replaced(target: pathlib.Path, chief: bool) -> Iterator[pathlib.Path]:
     What another worker has put there meanwhile stays, unless this one is the chief.
     """
     temporary = target.with_name(f".{os.getpid()}.{os.urandom(4).hex()}.{target.name}")
-    before = _stamp(target)
+    before = shared_paths.stamp(target)
     try:
         yield temporary
-        if chief or _stamp(target) == before:
+        if chief or shared_paths.stamp(target) == before:
             if target.exists():
                 shutil.copymode(target, temporary)
             temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced."""
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_ino, found.st_mtime_ns
-    return None

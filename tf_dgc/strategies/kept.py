@@ -73,7 +73,7 @@ def clear(backup_dir: pathlib.Path, strategy: Any) -> None:
 
 
 def remove(backup_dir: pathlib.Path, strategy: Any) -> None:
-    """Remove what this worker wrote."""
+    """Remove what this worker wrote in a job that has ended well."""
     if _is_follower(strategy):
         for position in backups.listed(backup_dir / _FOLDER):
             own = strategy.part_of_state(backup_dir / _FOLDER / position.name)

@@ -1,12 +1,13 @@
-"""What callbacks of Keras remember from epoch to epoch, as arrays of a file.
+"""Memory of Keras's callbacks from epoch to epoch, as arrays of a file.
 
-And of which variables the optimizers of a model have slots, as Keras loads only those
+The logs of the epochs so far belong to it, and whether training was to stop. And of
+which variables the optimizers of a model have slots, as Keras loads only those
 of optimizers that are built. No pickle; what is read is data, and checked.
 """
 
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,13 +18,17 @@ from tf_dgc.exchanges import files as state_files
 from tf_dgc.transports import handshake
 
 TEXT = "remembered"
+_OF_FIT = "epochs", "logs", "stopped"  # which older files do not have
 
 
 class Remembered(NamedTuple):
-    """What a file tells."""
+    """Content of a file."""
 
     callbacks: list[dict[str, Any]]
     optimizers: list[list[int] | None]  # indices of variables of the model
+    epochs: Sequence[int] = ()  # that have ended
+    logs: Mapping[str, Sequence[float | None]] = {}  # of these epochs, by name
+    stopped: bool = False  # whether a callback has stopped training
 
 
 def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndarray]:
@@ -41,7 +46,14 @@ def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndar
         )
         for j, array in enumerate(best or []):
             arrays[f"best.{i}.{j}"] = portable(array)
-    told = {"callbacks": entries, "optimizers": _slots_of(model)}
+    epochs, logs = _history_of(callbacks)
+    told = {
+        "callbacks": entries,
+        "optimizers": _slots_of(model),
+        "epochs": epochs,
+        "logs": logs,
+        "stopped": bool(getattr(model, "stop_training", False)),
+    }
     arrays[TEXT] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     return arrays
 
@@ -55,7 +67,11 @@ def read(path: pathlib.Path, model: keras.Model) -> Remembered:
     text = state_files.read_arrays(path, {TEXT: None})[TEXT].tobytes()
     told = handshake.read_object(text, f"{path}: field {TEXT!r}")
     try:
-        found = Remembered(told["callbacks"], told["optimizers"])
+        found = Remembered(
+            told["callbacks"],
+            told["optimizers"],
+            **{name: told[name] for name in _OF_FIT if name in told},
+        )
         for entry in found.callbacks:
             kinds = type(entry["class"]), type(entry["best_weights"])
             fields = entry["fields"].values()
@@ -66,6 +82,7 @@ def read(path: pathlib.Path, model: keras.Model) -> Remembered:
             for i in indices or []:
                 if type(i) is not int or not 0 <= i < count:
                     raise ValueError(f"indices are {indices}")
+        _check_history(found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: field {TEXT!r} is damaged, or of another model: "
@@ -83,6 +100,13 @@ def build_optimizers(found: Remembered, model: keras.Model) -> None:
             optimizer.build([variables[i] for i in indices])
 
 
+def _check_history(found: Remembered) -> None:
+    values = [value for log in found.logs.values() for value in log]
+    whole = all(type(epoch) is int and epoch >= 0 for epoch in found.epochs)
+    if not whole or not all(map(_is_plain, values)) or type(found.stopped) is not bool:
+        raise ValueError(f"logs of epochs {found.epochs} are {found.logs}")
+
+
 def restore(
     path: pathlib.Path,
     found: Remembered,
@@ -94,6 +118,9 @@ def restore(
     Raises:
         ValueError: what they remember is damaged; names file and field.
     """
+    for history in _histories(callbacks) if found.epochs else []:
+        history.epoch = list(found.epochs)
+        history.history = {name: list(log) for name, log in found.logs.items()}
     left = list(enumerate(found.callbacks))
     shapes = [list(v.shape) for v in model.weights]
     for callback in _known(callbacks):
@@ -110,6 +137,24 @@ def restore(
             wanted = {f"best.{i}.{j}": shape for j, shape in enumerate(shapes)}
             arrays = state_files.read_arrays(path, wanted)
             callback.best_weights = list(arrays.values())
+
+
+def _histories(callbacks: Iterable[Any]) -> list[Any]:
+    return [each for each in callbacks if isinstance(each, keras.callbacks.History)]
+
+
+def _history_of(
+    callbacks: Iterable[Any],
+) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Return epochs that have ended, and of their logs what are numbers."""
+    for history in _histories(callbacks):
+        logs = {
+            str(name): [_plain(value) for value in log]
+            for name, log in history.history.items()
+            if all(_is_plain(value) or np.ndim(value) == 0 for value in log)
+        }
+        return list(map(int, history.epoch)), logs
+    return [], {}
 
 
 def _known(callbacks: Iterable[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """How this process ends, for what runs at its exit."""
 
+import builtins
 import sys
 import threading
 from typing import Any
@@ -24,6 +25,9 @@ def watch() -> None:
     """Note from now on how this process ends by `sys.exit`."""
     if getattr(sys.exit, "__module__", "") != __name__:
         sys.exit = leave
+        for name in ("exit", "quit"):  # of `site`, for what is typed, and for scripts
+            if hasattr(builtins, name):
+                setattr(builtins, name, leave)
 
 
 def leave(status: Any = None, /) -> Any:
