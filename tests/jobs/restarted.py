@@ -2,8 +2,9 @@
 
     tf-dgc-run -n 2 --restarts 20 --strategy dgc restarted.py FOLDER FREQ STEP ...
 
-Worker 1 kills itself before each STEP, counted over all starts, and says how many steps
-it has taken. The last line of stdout is a JSON object with a checksum of the weights.
+Worker 1 kills itself before each STEP of a start, in the first validation of a start
+where that is -1, after `fit` where it is -2, and says how many steps it has taken. The
+last line of stdout is a JSON object with a checksum of the weights.
 """
 
 import json
@@ -26,11 +27,16 @@ count.touch()
 taken = 0
 
 
+def die_at(moment):
+    """Die where this moment is the one of this start."""
+    if rank == 1 and attempt < len(steps) and moment == steps[attempt]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def begin(batch, logs=None):
     """Count steps, and die before some."""
     global taken
-    if rank == 1 and attempt < len(steps) and taken == steps[attempt]:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(taken)
     taken += 1
     with count.open("a") as file:
         file.write(f"{attempt}\n")
@@ -52,8 +58,17 @@ data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :3]))
 data = data.shuffle(100, seed=4, reshuffle_each_iteration=False).batch(8)
 backup = __import__("tf_dgc").callbacks.BackupState(folder + "/backup", save_freq=freq)
 watch = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
-history = model.fit(data, epochs=3, verbose=0, callbacks=[watch, backup]).history
+watch.on_test_begin = lambda logs=None: die_at(-1)
+plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=1.0)
+history = model.fit(
+    data,
+    epochs=3,
+    verbose=0,
+    validation_data=(rows[:80], rows[:80, :3]),
+    callbacks=[watch, plateau, backup],
+).history
+die_at(-2)
 weights = b"".join(v.numpy().tobytes() for v in model.variables)
-logs = {key: values[-1] for key, values in history.items()}
+logs = history  # of all epochs, also those of other starts
 told = {"crc": zlib.crc32(weights), "logs": logs, "attempt": attempt}
 print("\n" + json.dumps(told), flush=True)

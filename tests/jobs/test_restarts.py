@@ -51,7 +51,14 @@ class RestartsTest(unittest.TestCase):
         self.assertLessEqual(steps, STEPS + 2 * FREQ * len(kills))
 
     def test_a_killed_job_ends_as_one_that_was_not(self) -> None:
-        self.assert_same([130])
+        self.assert_same([130, -2])
+
+    @pytest.mark.slow
+    def test_so_does_one_that_is_killed_at_any_moment(self) -> None:
+        draw = random.Random(31)
+        for _ in range(3):
+            kills = [draw.choice([-1, -2, 40, 60]) for _ in range(4)]
+            self.assert_same(sorted(kills, reverse=True))  # the end of `fit` is last
 
     @pytest.mark.slow
     def test_so_does_one_that_averages_its_parameters(self) -> None:
