@@ -75,6 +75,39 @@ class PredictTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(run_workers(2, predicted), [4.0, 8.0])
 
 
+class FixedTest(tf.test.TestCase):
+    """Outputs that have as many rows whatever there is in a batch."""
+
+    def predicted(self, step: Tensors, alone: bool = False) -> Any:
+        def run(transport: Loopback) -> Any:
+            own = OwnBatches(transport)
+            form = tf.TensorSpec([None, 2, 2])
+
+            @tf.function(autograph=False, input_signature=[form])
+            def predict(x: tf.Tensor) -> Any:
+                return own.predict((x,), lambda args: step(args[0]))
+
+            x = tf.ones([3, 2, 2])
+            return own.call(lambda: predict(x)) if alone else predict(x)
+
+        (found,) = run_workers(1, run)
+        return found
+
+    def test_what_does_not_depend_on_rows_is_given_once(self) -> None:
+        codes = tf.reshape(tf.range(6.0), [3, 2])
+        found = self.predicted(lambda x: (x, codes + 1.0, tf.constant(2.0)))
+        self.assertAllEqual(found[1], codes + 1.0)
+        self.assertAllEqual(found[2], 2.0)
+
+    def test_what_is_of_all_rows_is_refused(self) -> None:
+        for step in (tf.reduce_sum, lambda x: tf.reduce_sum(x, 0, keepdims=True)):
+            with self.assertRaisesRegex(
+                tf.errors.InvalidArgumentError, "depends on the rows.*each worker"
+            ):
+                self.predicted(step)
+            self.assertEqual(float(tf.reduce_sum(self.predicted(step, True))), 12.0)
+
+
 def model() -> keras.Model:
     made = keras.Sequential(
         [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]

@@ -104,6 +104,43 @@ class TeacherTest(parameterized.TestCase, tf.test.TestCase):
         self.assertRegex(told, "writes to [^,]*queue what")
 
 
+class Gathering(keras.Sequential):
+    """Notes what all workers have, in each step."""
+
+    seen: list[np.ndarray]
+
+    def train_step(self, given: Any) -> Any:
+        x, _ = given
+        with tf.GradientTape() as tape:
+            own = self(x)
+            if tf.distribute.has_strategy():
+                own = tf.distribute.get_replica_context().all_gather(own, 0)
+            loss = tf.reduce_mean(tf.matmul(own, own, transpose_b=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.seen.append(own.numpy())
+        return {"loss": loss}
+
+
+@pytest.mark.long
+class GatheringTest(tf.test.TestCase):
+    def test_the_row_of_zeros_is_not_gathered(self) -> None:
+        def seen() -> list[np.ndarray]:
+            dense = keras.layers.Dense(3, kernel_initializer="ones", use_bias=False)
+            model = Gathering([keras.Input((4,)), dense])
+            model.seen = []
+            model.compile(keras.optimizers.SGD(0.0), run_eagerly=True)
+            fit = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+            model.fit(*data(), **fit)
+            return model.seen
+
+        expected = seen()
+        for found in in_scopes(dense, seen):
+            self.assertEqual([len(each) for each in found], [8, 8, 1])
+            for one, two in zip(found, expected, strict=True):
+                self.assertAllClose(one, two)
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(300)

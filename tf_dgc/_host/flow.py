@@ -4,6 +4,7 @@ Variables end a flow: what is read of them depends on nothing. So do collectives
 give all workers the same. FRAME is tensorflow/python/framework.
 """
 
+import contextvars
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,6 +44,16 @@ _CHOICES = ("If", "StatelessIf", "Case", "StatelessCase")
 _LOOPS = ("While", "StatelessWhile")
 
 
+_current: contextvars.ContextVar["Flow | None"] = contextvars.ContextVar(
+    "tf_dgc_flow", default=None
+)
+
+
+def current() -> "Flow | None":
+    """Return the flow that is followed, if one is."""
+    return _current.get()
+
+
 class Flow:
     """Follows tensors through what is computed while this context is entered."""
 
@@ -60,6 +71,7 @@ class Flow:
 
     def __enter__(self) -> "Flow":
         """Begin to follow."""
+        self._token = _current.set(self)
         if tf.executing_eagerly():
             op_callbacks.add_op_callback(self._follow_eagerly)
         else:
@@ -71,14 +83,17 @@ class Flow:
         self, kind: Any, value: Any, traceback: types.TracebackType | None
     ) -> None:
         """End it."""
+        _current.reset(self._token)
         if self._graph is None:
             op_callbacks.remove_op_callback(self._follow_eagerly)
         elif kind is None:
             self._follow_graph()
 
     def reaches(self, tensor: tf.Tensor) -> bool:
-        """Tell whether a tensor depends on them."""
+        """Tell whether a tensor depends on them; in a function within, it may."""
         if self._graph is not None:
+            if tensor.graph is not self._graph:
+                return True
             self._follow_graph()
         return id(tensor) in self._reached
 

@@ -558,19 +558,31 @@ def silence_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
     callback._writers = {"train": noop, "val": noop}
 
 
+_SEEDS = "seed_generator_state"  # the name of what random generators keep
+
+
 def changed_by_steps(model: keras.Model) -> list[Any]:
     """Return what a step may change beside what is trained, of this worker.
 
     Variables of metrics, of layers, and those of TensorFlow that are attributes;
     without the states of random generators.
     """
-    found = [*model.non_trainable_variables, *model.metrics_variables]
-    values = [v.value for v in found if v.name != "seed_generator_state"]
-    values = [(distribute.components_of(value) or (value,))[0] for value in values]
+    found = [v for v in model.non_trainable_variables if v.name != _SEEDS]
+    values = [*map(_own_component, found), *metric_variables(model)]
     known = {id(value) for value in values}
     known |= {id(plain(v)) for v in model.trainable_variables}
     plain_ones = _held(model, tf.Variable, keras.Layer)
     return values + [v for v in plain_ones if id(v) not in known]
+
+
+def metric_variables(model: keras.Model) -> list[Any]:
+    """Return the variables of a model's metrics, of this worker."""
+    return [_own_component(v) for v in model.metrics_variables if v.name != _SEEDS]
+
+
+def _own_component(variable: keras.Variable) -> Any:
+    value = variable.value
+    return (distribute.components_of(value) or (value,))[0]
 
 
 def _held(owner: Any, wanted: type, through: type) -> list[Any]:
@@ -602,8 +614,7 @@ def variables_of_users(model: keras.Model) -> list[keras.Variable]:
         if type(layer).__module__.startswith("keras.") and not layer._layers
         for v in layer.variables
     ]
-    seeds = "seed_generator_state"
-    found = [v for v in model.non_trainable_variables if v.name != seeds]
+    found = [v for v in model.non_trainable_variables if v.name != _SEEDS]
     return [v for v in found if id(v) not in own]
 
 

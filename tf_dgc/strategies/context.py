@@ -32,6 +32,13 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self._pending.extend(local)
         return local
 
+    def all_gather(self, value: Any, axis: Any, options: Any = None) -> Any:
+        """Gather rows, in steps that have none without the row that stands for them."""
+        share = self.strategy.share
+        if share is not None and isinstance(axis, int) and axis == 0:
+            value = tf.nest.map_structure(share.rows_in_step, value)
+        return super().all_gather(value, axis, options)
+
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
 from tf_dgc.transports import Transport
+from tf_dgc.values import require
 
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
@@ -45,13 +46,25 @@ class OwnBatches:
             step: takes such arguments. What it returns may have other numbers of rows
                 than they, as of tokens or boxes: they are joined in the order of rank.
         """
-        args, count = slicing.at_least_one_row(slicing.as_tensors(args))
+        args = slicing.as_tensors(args)
+        any_rows = tf.is_tensor(slicing.row_count(args))
+        args, count = slicing.at_least_one_row(args)
         with tf.device("CPU:0"):
             alone = self._alone.read_value()
+        with _host.flow.Flow([args]) as flow:
+            outputs = step(args)
 
         def outputs_of(output: Any) -> Any:
-            if not isinstance(output, _TENSORS) or output.shape.rank == 0:
-                return output  # Keras says what it thinks of it
+            if not isinstance(output, _TENSORS):
+                return output
+            if isinstance(output, tf.Tensor) and not tf.executing_eagerly():
+                if not flow.reaches(output):
+                    return output  # the same on all
+                fixed = output.shape.rank and output.shape[0] is not None
+                if output.shape.rank == 0 or (fixed and any_rows):
+                    return self._own_number(output, alone)
+            if output.shape.rank == 0:
+                return output
             rows = tf.cast(slicing.rows_in(output), tf.int64)
             # Without rows all are of the row of zeros.
             last = tf.where(count == 0, tf.zeros_like(rows), rows)
@@ -62,7 +75,23 @@ class OwnBatches:
                 lambda: gathered_rows(self._transport, own, "predict"),
             )
 
-        return tf.nest.map_structure(outputs_of, step(args))
+        return tf.nest.map_structure(outputs_of, outputs)
+
+    def _own_number(self, output: tf.Tensor, alone: tf.Tensor) -> tf.Tensor:
+        """Return what a model gives for a batch, where the batch is its worker's own.
+
+        Raises:
+            tf.errors.InvalidArgumentError: it is of all workers.
+        """
+        text = (
+            "An output in `predict` has as many rows whatever its batch has, and "
+            "depends on the rows: it would be of all rows of a batch, of which each "
+            "worker has some. Give an output for each row, or use `predict_on_batch`. "
+            "Shape of the output:"
+        )
+        sound = require(alone, lambda: [text, tf.shape(output)], summarize=-1)
+        with tf.control_dependencies([sound]):
+            return tf.identity(output)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Call what takes a batch of this worker's own; not collective."""

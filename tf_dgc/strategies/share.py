@@ -132,6 +132,19 @@ class Share:
             return tf.constant(False)
         return self._rows.read_value() == 0.0
 
+    def rows_in_step(self, value: Any) -> Any:
+        """Return what a step computes by row; nothing where there are no rows.
+
+        Args:
+            value: a tensor, with rows along its first axis.
+        """
+        flow = _host.flow.current()
+        if not self._may_be_empty or flow is None or not tf.is_tensor(value):
+            return value
+        if not value.shape.rank or not flow.reaches(value):
+            return value
+        return value[: tf.where(self.empty, 0, tf.shape(value)[0])]
+
     def own_gradients(
         self, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> Sequence[Any]:
@@ -442,7 +455,10 @@ def run_with_a_row(
     filled, count = slicing.at_least_one_row(args)
     with _host.flow.Flow([filled]) as flow:
         result = step(filled)
-    changed = [(v, b) for v, b in zip(kept, before, strict=True) if flow.wrote(v)]
+    # Eagerly, numbers may have gone through Python, where nothing follows them.
+    sure = _host.keras.metric_variables(model) if tf.executing_eagerly() else []
+    own = {id(v) for v in sure} | {id(v) for v in kept if flow.wrote(v)}
+    changed = [p for p in zip(kept, before, strict=True) if id(p[0]) in own]
 
     def put_back() -> None:
         for variable, value in changed:
