@@ -43,15 +43,37 @@ class Header(NamedTuple):
     nonfinite: Any  # 0, or the number of the first parameter that is not finite, from 1
     loss: Any  # what it saw last; NaN where it saw none
     rate: Any = math.nan  # learning rate of its last step; NaN where it may differ
+    read0: Any = 0.0  # numbers of the batches of these local steps, added up
+    read1: Any = 0.0
+    read2: Any = 0.0
+    read3: Any = 0.0
+
+
+READ = "read0", "read1", "read2", "read3"  # fields of a header
+
+
+def reads(headers: Header) -> tf.Tensor:
+    """Return the numbers of batches of workers that took as many steps as most.
+
+    Of others zeros are told as those of the first worker that took as many.
+
+    Returns:
+        shape [N, 4], float32.
+    """
+    found = tf.stack([getattr(headers, name) for name in READ], axis=1)
+    moved = headers.moved
+    most = moved == tf.reduce_max(moved)
+    first = found[first_true(most)]
+    return tf.cast(tf.where(most[:, tf.newaxis], found, first), tf.float32)
 
 
 def write(header: Header) -> tf.Tensor:
-    """Return a header as a tensor, shape [8], float64."""
+    """Return a header as a tensor, shape [12], float64."""
     return tf.stack([tf.cast(field, tf.float64) for field in header])
 
 
 def read(gathered: tf.Tensor) -> Header:
-    """Return the headers of all workers, given in shape [N, 8]."""
+    """Return the headers of all workers, given in shape [N, 12]."""
     return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
 
 
@@ -66,7 +88,7 @@ def damaged(headers: Header, parameters: int) -> tf.Tensor:
     wrong = [
         ~((field >= 0.0) & (field <= most.get(name, 2.0**53)) & (field % 1.0 == 0.0))
         for name, field in headers._asdict().items()
-        if name not in ("loss", "rate")  # which may be anything
+        if name not in ("loss", "rate", *READ)  # which may be anything
     ]
     return tf.reduce_any(tf.stack(wrong), axis=0)
 

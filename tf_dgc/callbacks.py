@@ -342,8 +342,6 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Bring the data to where they were."""
         strategy = _strategy_of(self)
         place = backups.data_of(self._folder / position.name, strategy.rank)
-        # Of what is read from here on, workers may have other batches ready.
-        strategy.extended.first_targets.compared.assign(True)
         with _named(self._folder / position.name):
             if positions.has_state(place):
                 positions.take_up(iterator, place)

@@ -1,6 +1,7 @@
 """Data of which workers have unequal shares: run by the workers of `pool.py`."""
 
 import pathlib
+import random
 import zlib
 from typing import Any
 
@@ -99,3 +100,64 @@ def trained(
         "predicted": predicted,
         "crc": zlib.crc32(weights),
     }
+
+
+class Shuffling(keras.utils.PyDataset):
+    """Shuffles its rows after each epoch, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = np.arange(12, dtype=np.float32)[:, None]
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.rows[4 * index : 4 * index + 4]
+        return rows, 2 * rows
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.rows)
+
+
+def unordered() -> tf.data.Dataset:
+    """Return rows that are read side by side, in whatever order."""
+
+    def read(i: tf.Tensor) -> tf.data.Dataset:
+        rows = tf.data.Dataset.range(3)
+        return rows.map(lambda k: tf.cast([3 * i + k], tf.float32))
+
+    parts = tf.data.Dataset.range(4)
+    rows = parts.interleave(read, 4, 1, 4, deterministic=False)
+    return rows.map(lambda x: (x, 2 * x), 4, deterministic=False).batch(4)
+
+
+def drawn_without_seeds(transport: str, kind: str) -> dict[str, Any]:
+    """Train on data and weights that are drawn without a seed; tell what was seen."""
+    random.seed(), np.random.seed(None)  # each worker its own
+    strategy = {
+        "dense": tf_dgc.DenseStrategy,
+        "dgc": tf_dgc.DGCStrategy,
+        "averaging": tf_dgc.ParameterAveragingStrategy,
+    }[kind](transport=transport)
+    with strategy.scope():
+        inputs = keras.Input((1,))
+        frozen = keras.layers.Dense(3, trainable=False)
+        model = Noting(inputs, keras.layers.Dense(1)(frozen(inputs)))
+        model.seen = []
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+    # Which nobody can make alike.
+    generator = np.random.default_rng()
+    frozen.set_weights([generator.normal(size=(1, 3)), np.zeros(3)])
+    model.fit(Shuffling(), epochs=3, verbose=0, shuffle=False)
+    model.fit(unordered(), epochs=2, verbose=0)
+    rows = np.random.randn(12, 1)
+    model.fit(rows, 2 * rows, epochs=2, batch_size=4, verbose=0)
+    weights = b"".join(each.tobytes() for each in model.get_weights())
+    rows = generator.normal(size=(12, 1))
+    stopped = ""
+    try:
+        model.fit(rows, 2 * rows, epochs=2, batch_size=4, verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        stopped = error.message
+    return {"seen": model.seen, "crc": zlib.crc32(weights), "stopped": stopped}

@@ -37,3 +37,35 @@ class UnequalTest(parameterized.TestCase):
             rows = [x for own in steps for step in own for x in step]
             self.assertCountEqual(rows, inputs.numbers() * epochs)
         self.assertEqual({each["predicted"] for each in found}, {len(rows)})
+
+
+class UnseededTest(parameterized.TestCase):
+    def test_what_is_drawn_without_a_seed_is_alike_or_refused(self) -> None:
+        self.check("collective", "dense")
+
+    @pytest.mark.slow
+    @parameterized.parameters(("collective", "dgc"), ("horovod", "averaging"))
+    def test_under_other_strategies_too(self, transport: str, kind: str) -> None:
+        self.check(transport, kind)
+
+    def check(self, transport: str, kind: str) -> None:
+        """Train without seeds on two workers."""
+        found = pool.run(
+            transport,
+            2,
+            "inputs",
+            "drawn_without_seeds",
+            transport=transport,
+            kind=kind,
+        )
+        self.assertLen({each["crc"] for each in found}, 1)
+        steps = list(zip(*(each["seen"] for each in found), strict=True))
+        epochs = [
+            sorted(x for step in steps[i : i + 3] for own in step for x in own)
+            for i in range(0, 21, 3)
+        ]
+        self.assertEqual(epochs[:5], [list(range(12))] * 5)
+        self.assertEqual(epochs[5], epochs[6])
+        self.assertLen(set(epochs[5]), 12)
+        for each in found:
+            self.assertIn("The workers read different data", each["stopped"])

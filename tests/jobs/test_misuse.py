@@ -123,7 +123,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
             (
                 "data_differ",
                 "InvalidArgumentError",
-                "read different data; all stop before the first step",
+                r"read different data; all stop, the step was not.*\[1\]",
             ),
             *(
                 (

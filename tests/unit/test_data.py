@@ -1,13 +1,11 @@
 """Tests of how batches are shared out."""
 
-import threading
 import time
 import unittest
 from collections.abc import Iterable
 from typing import Any
 
 import keras
-import loopback
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -17,7 +15,9 @@ from keras.src.trainers.data_adapters import (
 )
 
 import tf_dgc
-from tf_dgc.strategies import data, extended, slicing
+from tf_dgc import _host
+from tf_dgc.exchanges import parts
+from tf_dgc.strategies import data, extended, randomness, slicing, witness
 
 Policy = tf.data.experimental.AutoShardPolicy
 
@@ -241,119 +241,178 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllEqual(found, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
 
 
-class FirstTargetsTest(parameterized.TestCase, tf.test.TestCase):
-    """Two workers, one after another in a thread each."""
+class WitnessTest(parameterized.TestCase, tf.test.TestCase):
+    """Whether workers read the same, by the marks that come with their batches."""
 
-    def outcomes(self, *fits: Any) -> list[list[str]]:
-        """Return the errors of each worker, one text for each of `fits`, "" for none.
+    def refused(self, make: Any) -> str:
+        """Return the error of the first batch that two workers read differently.
 
-        A fit makes the dataset of a rank.
+        Args:
+            make: makes the dataset of a rank.
         """
-        lock = threading.Lock()
-
-        def work(transport: loopback.Loopback) -> list[str]:
-            first = data.FirstTargets()
-            errors = []
-            for make in fits:
-                with lock:  # tf.data is traced
-                    share = data.share_of(
-                        make(transport.rank), transport.rank, 2, first
-                    )
-                batch = tf.nest.flatten(next(iter(share)))
-                try:
-                    first.compare(transport, batch)
-                    first.compare(transport, batch)  # only once
-                    errors.append("")
-                except tf.errors.InvalidArgumentError as error:
-                    errors.append(error.message)
-            return errors
-
-        return loopback.run_workers(2, work)
+        shares = [data.marked_share_of(make(rank), rank, 2) for rank in range(2)]
+        names = tf.constant([*shares[0].names, *[""] * 4])
+        for batches in zip(*(share.pairs for share in shares), strict=True):
+            marks = tf.stack([mark for _, mark in batches])
+            try:
+                parts.refuse_other_data(marks, names)
+            except tf.errors.InvalidArgumentError as error:
+                return error.message
+        return ""
 
     def batches(self, x: Any, y: Any, augment: Any = None) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_tensor_slices((x, y))
         return (dataset if augment is None else dataset.map(augment, 2)).batch(4)
 
-    def assert_refused(self, found: list[list[str]], expected: list[bool]) -> None:
-        for errors in found:
-            self.assertEqual([error != "" for error in errors], expected)
-            for error in filter(None, errors):
-                self.assertIn("The workers read different data; all stop", error)
-
-    def test_other_data_are_found_in_every_fit_and_held_against_no_other(self) -> None:
+    def test_the_component_that_differs_is_named_in_whatever_batch(self) -> None:
         x = np.arange(8.0)
-        good = lambda rank: self.batches(x, x)  # noqa: E731
-        bad = lambda rank: self.batches(x, x + rank)  # noqa: E731
-        found = self.outcomes(good, bad, good, bad)
-        self.assert_refused(found, [False, True, False, True])
+        self.assertEqual(self.refused(lambda rank: self.batches(x, x)), "")
+        for names in (("x", "y"), ("y", "x")):
 
-    def test_targets_that_are_augmented_at_random_are_taken(self) -> None:
+            def make(rank: int, names: Any = names) -> tf.data.Dataset:
+                other = np.where(x < 4, x, x + rank)  # in the second batch
+                parts = {"x": other, "y": x}
+                return self.batches(*({name: parts[name]} for name in names))
+
+            error = self.refused(make)
+            self.assertIn("The workers read different data; all stop", error)
+            place = names.index("x")
+            self.assertRegex(error, rf"element\[{place}\]\['x'\]\W+[0-9.]+, [0-9.]+")
+
+    @parameterized.parameters(
+        (np.float32, 0.0), (np.float32, 1e6), (np.int64, 0), (bool, 0), (np.uint8, 9)
+    )
+    def test_neighbours_of_any_type_differ(self, dtype: Any, start: Any) -> None:
+        x = (start + np.arange(8) % 2 * (1 + start / 1e3)).astype(dtype)
+        make = lambda rank: self.batches(np.roll(x, rank), np.zeros(8))  # noqa: E731
+        self.assertIn("different data", self.refused(make))
+
+    def test_other_texts_and_other_orders_in_a_row_differ(self) -> None:
+        for x in (np.array(["a", "b"] * 4), np.arange(32).reshape(8, 4) % 4):
+
+            def make(rank: int, x: Any = x) -> tf.data.Dataset:
+                turned = np.roll(x, rank, axis=-1)
+                return self.batches(turned, np.zeros(8))
+
+            self.assertIn("different data", self.refused(make))
+
+    def test_units_in_the_last_place_and_what_is_no_number_are_taken(self) -> None:
+        x = np.random.default_rng(1).normal(size=[8, 3000]).astype(np.float32)
+        x[0, :2] = np.nan, np.inf
+        make = lambda rank: self.batches(x * (1 + rank * 3e-7), x)  # noqa: E731
+        self.assertEqual(self.refused(make), "")
+
+    def test_ragged_and_sparse_parts_count(self) -> None:
+        for kind in (
+            lambda x: tf.RaggedTensor.from_tensor(x, padding=0),
+            tf.sparse.from_dense,
+        ):
+
+            def make(rank: int, kind: Any = kind) -> tf.data.Dataset:
+                x = kind(tf.constant([[1, 2 + rank, 0], [4, 0, 0]]))
+                return tf.data.Dataset.from_tensors((x, tf.zeros([2])))
+
+            self.assertIn("different data", self.refused(make))
+
+    def test_what_is_augmented_at_random_is_taken(self) -> None:
         def augment(x: tf.Tensor, y: tf.Tensor) -> Any:
             flip = tf.random.uniform([]) < 0.5
             return tf.cond(flip, lambda: (-x, -y), lambda: (x, y))
 
         x = np.arange(1.0, 257.0).reshape(8, 32)
-        found = self.outcomes(lambda rank: self.batches(x, x, augment))
-        self.assert_refused(found, [False])
+        self.assertEqual(self.refused(lambda rank: self.batches(x, x, augment)), "")
 
-    def test_targets_beside_inputs_that_are_augmented_are_compared(self) -> None:
+    def test_what_is_augmented_is_compared_as_it_was_before(self) -> None:
+        tf.random.set_seed(None)
+
         def augment(x: tf.Tensor, y: tf.Tensor) -> Any:
             return x + tf.random.normal([], dtype=x.dtype), y
 
         x = np.arange(8.0)
-        found = self.outcomes(
-            lambda rank: self.batches(x, x, augment),
-            lambda rank: self.batches(x, x[:: 1 - 2 * rank], augment),
-        )
-        self.assert_refused(found, [False, True])
+        make = lambda rank: self.batches(x[:: 1 - 2 * rank], 0 * x, augment)  # noqa: E731
+        self.assertIn("before `Dataset.map`", self.refused(make))
 
-    def test_what_is_left_of_another_dataset_is_not_looked_at(self) -> None:
-        first = data.FirstTargets()
-        x = np.arange(8.0)
-        old, new = (
-            data.share_of(self.batches(x, x + i), 0, 2, first) for i in range(2)
-        )
-        next(iter(old))
-        self.assertEqual(int(first.mark), 0)
-        next(iter(new))
-        self.assertNotEqual(int(first.mark), 0)
+    def test_noise_of_python_code_in_inputs_is_taken_beside_targets(self) -> None:
+        def make(rank: int, other: int = 0) -> tf.data.Dataset:
+            def rows() -> Any:
+                for i in range(8):
+                    yield float(i + rank), float(i + other * rank)
 
-    def test_a_step_that_reads_its_batch_itself_reads_before_it_compares(self) -> None:
-        class Marks:
-            """A transport that keeps what is gathered."""
+            spec = tf.TensorSpec([]), tf.TensorSpec([])
+            return tf.data.Dataset.from_generator(rows, output_signature=spec).batch(4)
 
-            found = tf.Variable(-1, dtype=tf.int64)
+        self.assertEqual(self.refused(make), "")
+        self.assertIn("different data", self.refused(lambda rank: make(rank, 1)))
 
-            def all_gather(self, mark: tf.Tensor, name: str) -> tf.Tensor:
-                self.found.assign(mark)
-                return mark[None]
-
-        def slowly(value: tf.Tensor) -> tf.Tensor:
-            time.sleep(0.2)
-            return value
-
-        def slow(x: tf.Tensor, y: tf.Tensor) -> Any:
-            x = tf.py_function(slowly, [x], x.dtype)
-            return tf.ensure_shape(x, []), y
-
-        first = data.FirstTargets()
-        x = np.arange(8.0)
-        share = data.share_of(self.batches(x, x, slow), 0, 2, first)
-
-        @tf.function
-        def step(batches: Any) -> None:
-            first.compare(Marks(), tf.nest.flatten(next(batches)))
-
-        step(iter(share))
-        self.assertNotEqual(int(Marks.found), 0)
-        self.assertEqual(int(Marks.found), int(first.mark))
-
-    def test_nothing_is_compared_where_there_are_no_targets(self) -> None:
+    def test_without_targets_all_is_compared(self) -> None:
         def make(rank: int) -> tf.data.Dataset:
             x = np.arange(8.0) + rank
             return tf.data.Dataset.from_tensor_slices((x, None)).batch(4)
 
-        self.assert_refused(self.outcomes(make), [False])
+        self.assertIn("different data", self.refused(make))
+
+    def test_datasets_in_any_order_come_in_one(self) -> None:
+        randomness.share(5)
+        files = tf.data.Dataset.range(4)
+
+        def slow(x: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.numpy_function(_slowly, [x], tf.int64), [])
+
+        def read(i: tf.Tensor) -> tf.data.Dataset:
+            return tf.data.Dataset.range(4).map(lambda x: slow(4 * i + x))
+
+        def told(dataset: tf.data.Dataset) -> tf.data.Dataset:
+            options = tf.data.Options()
+            options.deterministic = False
+            return dataset.with_options(options)
+
+        ordered = [4 * (i % 4) + i // 4 for i in range(16)]
+        for dataset in (
+            files.interleave(read, 4, 1, 4, deterministic=False).batch(4),
+            files.interleave(read, 4, 1, 4).batch(
+                4, num_parallel_calls=2, deterministic=False
+            ),
+            told(files.interleave(read, 4, 1, 4).batch(4)),
+        ):
+            shares = [data.share_of(dataset, rank, 2) for rank in range(2)]
+            batches = zip(*shares, strict=True)
+            found = [int(x) for pair in batches for rows in pair for x in rows]
+            self.assertEqual(found, ordered)
+
+    def test_a_mark_is_kept_when_its_element_is_read(self) -> None:
+        kept = witness.Witness()
+        x = np.arange(8.0)
+        share = data.marked_share_of(self.batches(x, x), 0, 2)
+        marks = [mark for _, mark in share.pairs]
+
+        @tf.function
+        def read(iterator: Any) -> Any:
+            rows = next(iterator)
+            return rows, kept.numbers.read_value()
+
+        @tf.function
+        def read_if_any(iterator: Any) -> Any:
+            return iterator.get_next_as_optional()
+
+        for steps in range(2):
+            iterator = _host.iterators.MarkedIterator(kept.marks, share.pairs)
+            self.assertEqual(iterator.element_spec, share.pairs.element_spec[0])
+            for mark in marks:
+                if steps:
+                    optional = read_if_any(iterator)
+                    self.assertLen(optional.get_value(), 2)
+                else:
+                    rows, numbers = read(iterator)
+                    self.assertLen(rows, 2)
+                    self.assertAllEqual(numbers, mark)
+                self.assertAllEqual(kept.numbers, mark)
+            self.assertFalse(iterator.get_next_as_optional().has_value())
+            self.assertEmpty(list(iterator))
+
+
+def _slowly(x: np.ndarray) -> np.ndarray:
+    time.sleep(0.02 if x < 8 else 0.0)
+    return x
 
 
 class Numbered(keras.utils.PyDataset):

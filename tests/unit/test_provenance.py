@@ -124,6 +124,19 @@ class ChanceTest(parameterized.TestCase):
     @parameterized.named_parameters(
         ("filter", lambda data: data.filter(lambda *_: tf.random.uniform([]) < 0.5)),
         (
+            "filter of what a map drew",
+            lambda data: (
+                data.map(lambda x, y: (x, y, tf.random.uniform([])))
+                .shuffle(4)
+                .filter(lambda x, y, drawn: drawn < 0.5)
+                .map(lambda x, y, drawn: (x, y))
+            ),
+        ),
+        (
+            "take while what a map drew",
+            lambda data: data.map(noisy).take_while(lambda x, y: x < 9.0),
+        ),
+        (
             "flat_map",
             lambda data: data.flat_map(
                 lambda x, y: tf.data.Dataset.from_tensors((x, y)).repeat(
@@ -151,6 +164,14 @@ class ChanceTest(parameterized.TestCase):
             lambda data: data.filter(lambda *_: tf.random.uniform([], seed=3) < 0.5),
         ),
         ("other filter", lambda data: data.filter(lambda x, _: x > 3.0)),
+        (
+            "filter beside what a map drew",
+            lambda data: data.map(noisy).filter(lambda x, y: y > 3.0),
+        ),
+        (
+            "filter of what Python code made",
+            lambda data: data.map(by_python).filter(lambda x, y: y > 3.0),
+        ),
         ("map", lambda data: data.map(noisy)),
         ("shuffle", lambda data: data.shuffle(4)),
         (

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+import loopback
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -160,6 +161,48 @@ class OrderTest(Unseeded):
         arrays()
         self.assertCountEqual(tf.random.shuffle(tf.range(ROWS)).numpy(), range(ROWS))
         self.assertEqual(tf.random.shuffle.__name__, "random_shuffle")
+
+
+class StatesTest(tf.test.TestCase):
+    """What scripts draw by `random` and NumPy is what the chief draws."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        states = randomness.encoded_states()
+        self.addCleanup(randomness.restore_states, *states)
+
+    def drawn(self) -> list[float]:
+        return [random.random(), random.gauss(0, 1), *np.random.normal(size=3)]
+
+    def test_what_was_encoded_goes_on(self) -> None:
+        for draws in range(3):  # of which some keep a second number for later
+            random.gauss(0, 1), np.random.normal(size=draws)
+            states = randomness.encoded_states()
+            expected = self.drawn()
+            random.seed(), np.random.seed()
+            randomness.restore_states(*states)
+            self.assertEqual(self.drawn(), expected)
+
+    def test_workers_go_on_from_the_state_of_the_chief(self) -> None:
+        found: dict[int, Any] = {}
+
+        class Chief(loopback.Loopback):
+            """Gives others what the first one has, one after another."""
+
+            def broadcast(self, tensors: Any, name: str) -> Any:
+                return found.setdefault(name, [tf.identity(t) for t in tensors])
+
+            def holds_on_all(self, own: tf.Tensor, name: str) -> tf.Tensor:
+                return own
+
+        results = []
+        for rank in range(3):
+            random.seed(rank), np.random.seed(rank)
+            transport = Chief(loopback.Hub(1), 0)
+            self.assertTrue(randomness.take_over(transport))
+            results.append(self.drawn())
+        random.seed(0), np.random.seed(0)
+        self.assertEqual(results, [self.drawn()] * 3)
 
 
 def normal() -> tf.Tensor:

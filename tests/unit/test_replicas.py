@@ -1,8 +1,10 @@
 """Checksums of weights; what is done with them, see test_misuse."""
 
 import unittest
+from typing import Any
 from unittest import mock
 
+import loopback
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -65,6 +67,46 @@ class ChecksumsTest(parameterized.TestCase, tf.test.TestCase):
         found = replicas.checksums([tf.constant(1.5), tf.zeros([0, 3])]).numpy()
         self.assertNotEqual(found[0], 0)
         self.assertEqual(found[1], 0)
+
+
+class RoundingTest(parameterized.TestCase, tf.test.TestCase):
+    """Two workers whose variables differ a little, or more."""
+
+    def compared(self, *values: Any) -> list[Any]:
+        """Return what two workers have afterwards, who begin with these values."""
+        before = [
+            [tf.Variable(v) for v in worker] for worker in zip(*values, strict=True)
+        ]
+
+        def work(transport: loopback.Loopback) -> Any:
+            own = before[transport.rank]
+            found = replicas.Replicas(transport, 1, "test")
+            for _ in range(2):
+                found.compare(own, 1)
+            return [variable.numpy() for variable in own]
+
+        return loopback.run_workers(2, work)
+
+    @parameterized.parameters(tf.float32, tf.float64, tf.float16, tf.bfloat16)
+    def test_what_differs_by_rounding_is_that_of_rank_0(self, dtype: tf.DType) -> None:
+        x = tf.cast(tf.random.stateless_normal([5, 7], [1, 2]), dtype)
+        unit = {tf.float16: 2**-9, tf.bfloat16: 2**-6, tf.float64: 2**-50}
+        other = x * tf.constant(1 + unit.get(dtype, 2**-21), dtype)
+        self.assertNotAllEqual(x, other)
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            found = self.compared((x, other), (3, 3), (tf.ones([2]), tf.ones([2])))
+        for rank in range(2):
+            self.assertAllEqual(found[rank][0], x)
+            self.assertAllEqual(found[rank][2], tf.ones([2]))
+        (told,) = logs.output
+        self.assertIn("differ between the workers by rounding", told)
+
+    @parameterized.parameters(
+        (1.0, 1.001), (1.0, float("nan")), (3, 4), (0.0, 1e-6), (True, False)
+    )
+    def test_what_differs_by_more_stops_all(self, one: Any, other: Any) -> None:
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drifted apart"):
+            self.compared((tf.ones([3]), tf.ones([3])), (one, other))
 
 
 class IntervalTest(parameterized.TestCase, unittest.TestCase):

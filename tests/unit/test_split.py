@@ -183,12 +183,12 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
         for rank in (0, 2):
             dataset = made()
             spec = dataset.element_spec
-            own = split.share_of(dataset, rank, size)
-            assert own is not None
+            share = split.share_of(dataset, rank, size)
+            assert share is not None
+            own = share.rows()
             if name != "in any order":  # where there is none to compare with
-                plain = data._own_rows(
-                    dataset, elements.Layout(dataset.element_spec, size), rank, None
-                )
+                layout = elements.Layout(dataset.element_spec, size)
+                plain = data.own_rows(dataset, layout, rank).rows()
                 self.assertEqual(own.element_spec, plain.element_spec)
             self.assertEqual(own.cardinality(), dataset.cardinality())
             for batches in epochs:
@@ -229,7 +229,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             own = split.share_of(again, 0, 2)
             assert own is not None
             assert_same(
-                list(own), [_rows_of(whole.element_spec, b, 0, 2) for b in whole]
+                list(own.rows()), [_rows_of(whole.element_spec, b, 0, 2) for b in whole]
             )
         del again, own
         gc.collect()
@@ -260,39 +260,74 @@ def _rows_of(spec: Any, element: Any, rank: int, size: int) -> Any:
 class EvidenceTest(parameterized.TestCase, tf.test.TestCase):
     """Whether workers read the same is known from what targets are made of."""
 
-    def mark(self, dataset: tf.data.Dataset) -> int:
-        first = data.FirstTargets()
-        assert split.share_of(dataset, 0, 2) is not None
-        next(iter(data.share_of(dataset, 1, 2, first)))
-        return int(first.mark)
+    def mark(self, dataset: tf.data.Dataset) -> list[float]:
+        share = split.share_of(dataset, 0, 2)
+        assert share is not None
+        _, mark = next(iter(share.pairs))
+        return list(mark.numpy())
 
     def files(self, folder: str, names: str, classes: str) -> tf.data.Dataset:
         paths = [f"{folder}/{c}/{n}.png" for n, c in zip(names, classes, strict=True)]
         return tf.data.Dataset.from_tensor_slices(paths)
 
-    def test_targets_of_all_rows_count_and_inputs_do_not(self) -> None:
-        def made(x: Any, y: Any) -> int:
+    def test_inputs_and_targets_of_all_rows_count(self) -> None:
+        def made(x: Any, y: Any) -> list[float]:
             dataset = tf.data.Dataset.from_tensor_slices((x, y))
             return self.mark(dataset.map(double).batch(13))
 
-        self.assertEqual(made(X, Y), made(-X, Y))
-        self.assertNotEqual(made(X, Y), made(X, np.where(Y == 1, 7, Y)))
+        self.assertEqual(made(X, Y), made(X, Y))
+        self.assertNotEqual(made(X, Y), made(X[::-1], Y))
+        self.assertNotEqual(made(X, Y), made(X, Y + 7))
 
     def test_folders_of_a_machine_do_not_count(self) -> None:
         def parsed(path: tf.Tensor) -> Any:
             parts = tf.strings.split(path, "/")
             return path, tf.cast(parts[-2] == "a", tf.int32)
 
-        def made(*files: str) -> int:
+        def made(*files: str) -> list[float]:
             return self.mark(self.files(*files).map(parsed).batch(4))
 
         self.assertEqual(made("/here", "123", "aab"), made("/far/away", "123", "aab"))
         self.assertNotEqual(made("/here", "123", "aab"), made("/here", "123", "aba"))
         self.assertNotEqual(made("/here", "123", "aab"), made("/here", "321", "aab"))
 
-    def test_without_targets_there_is_none(self) -> None:
-        dataset = tf.data.Dataset.range(8).map(lambda x: x + 1).batch(4)
-        self.assertEqual(self.mark(dataset), 0)
+    def test_of_files_without_targets_no_folder_counts(self) -> None:
+        def made(*files: str) -> list[float]:
+            return self.mark(self.files(*files).map(tf.strings.length).batch(4))
+
+        self.assertEqual(made("/here", "123", "aaa"), made("/far", "123", "bbb"))
+        self.assertNotEqual(made("/here", "123", "aaa"), made("/here", "321", "aaa"))
+
+
+class StateTest(tf.test.TestCase):
+    """Maps that read what may be written while their elements are made."""
+
+    def assert_proved(self, expected: bool, dataset: tf.data.Dataset) -> None:
+        self.assertEqual(split.share_of(dataset.batch(4), 0, 2) is not None, expected)
+
+    def test_a_variable_may_be_read_where_nothing_before_writes(self) -> None:
+        level = tf.Variable(0.0, trainable=False)
+
+        def count(x: Any, y: Any) -> Any:
+            level.assign_add(1.0)
+            return x, y
+
+        def read(x: Any, y: Any) -> Any:
+            return x * tf.cast(level, x.dtype), y
+
+        def generate() -> Iterator[Any]:
+            for row in zip(X, Y, strict=True):
+                level.assign(0.5)
+                yield row
+
+        spec = rows().element_spec
+        generated = tf.data.Dataset.from_generator(generate, output_signature=spec)
+        self.assert_proved(True, rows().map(read))
+        self.assert_proved(True, rows().shuffle(4).map(double).map(read))
+        self.assert_proved(False, rows().map(count).map(read))
+        self.assert_proved(False, rows().map(count).shuffle(4).map(read))
+        self.assert_proved(False, generated.map(read))
+        self.assert_proved(True, generated.map(double))
 
 
 class WorkTest(parameterized.TestCase, tf.test.TestCase):

@@ -124,6 +124,7 @@ def distributed_dataset(
     dataset: tf.data.Dataset,
     device: str,
     meeting: iterators.Meeting | None = None,
+    marks: iterators.Marks | None = None,
 ) -> Any:
     """Wrap this worker's share of the data so that Keras does not split it again.
 
@@ -134,6 +135,7 @@ def distributed_dataset(
         dataset: its share.
         device: where it computes.
         meeting: where the workers agree on the end of the data, if they do.
+        marks: what keeps the marks, where the share is of pairs of element and mark.
     """
     wrapped = _Share(
         input_lib.InputWorkers([(host_of_device(device), (device,))]),
@@ -144,7 +146,7 @@ def distributed_dataset(
         ),
         enable_get_next_as_optional=False,
     )
-    wrapped.share, wrapped.meeting = dataset, meeting
+    wrapped.share, wrapped.meeting, wrapped.marks = dataset, meeting, marks
     return wrapped
 
 
@@ -158,8 +160,17 @@ class _Share(input_lib.DistributedDataset):
 
     share: tf.data.Dataset
     meeting: iterators.Meeting | None
+    marks: iterators.Marks | None
+
+    @property
+    def element_spec(self) -> Any:
+        """Of elements without marks."""
+        spec = super().element_spec
+        return spec if self.marks is None else spec[0]
 
     def __iter__(self) -> Any:
+        if self.marks is not None:
+            return iterators.MarkedIterator(self.marks, self.share)
         if self.meeting is None:
             return iter(self.share)
         return iterators.LevelIterator(self.meeting, self.share)

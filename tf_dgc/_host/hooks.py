@@ -21,6 +21,7 @@ with probe.imports():
     from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
     from keras.src.trainers.epoch_iterator import EpochIterator
+    from tensorflow.python.data.ops import batch_op, interleave_op, map_op, readers
     from tensorflow.python.data.util import random_seed as data_random_seed
     from tensorflow.python.framework import random_seed
 
@@ -29,6 +30,10 @@ def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
     store = getattr(saving_lib, "H5IOStore", None)
     return [
+        (batch_op, "_ParallelBatchDataset"),
+        (interleave_op, "_ParallelInterleaveDataset"),
+        (map_op, "_ParallelMapDataset"),
+        (readers, "ParallelInterleaveDataset"),
         (data_random_seed, "get_seed"),
         (random_seed, "get_seed"),
         (array_data_adapter, "ArrayDataAdapter"),
@@ -65,6 +70,10 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
 
     Args:
         name: one of
+            "interleave", "map", "batch", "parallel interleave": the constructors of
+            tensorflow/python/data/ops: interleave_op._ParallelInterleaveDataset,
+            map_op._ParallelMapDataset, batch_op._ParallelBatchDataset and
+            readers.ParallelInterleaveDataset, with `deterministic`, or `sloppy`;
             "seeds": tensorflow/python/framework/random_seed.py: get_seed(op_seed),
             which all operations that draw ask while they are made;
             "data seeds": tensorflow/python/data/util/random_seed.py: get_seed(seed),
@@ -116,6 +125,10 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         hook: gets the function that was there before, and its arguments.
     """
     owner, attribute = {
+        "interleave": (interleave_op._ParallelInterleaveDataset, "__init__"),
+        "map": (map_op._ParallelMapDataset, "__init__"),
+        "batch": (batch_op._ParallelBatchDataset, "__init__"),
+        "parallel interleave": (readers.ParallelInterleaveDataset, "__init__"),
         "seeds": (random_seed, "get_seed"),
         "data seeds": (data_random_seed, "get_seed"),
         "generator": (keras.random.SeedGenerator, "next"),

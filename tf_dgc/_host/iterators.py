@@ -1,4 +1,4 @@
-"""An iterator of tf.data that ends on all workers at once. DATA as in `datasets.py`."""
+"""Iterators of tf.data that do more than read. DATA as in `datasets.py`."""
 
 import itertools
 import weakref
@@ -100,7 +100,89 @@ class Meeting:
         _meetings[self.key] = self
 
 
+class MarkedIterator(iterator_ops.OwnedIterator):
+    """Reads pairs of an element and its mark; returns the element, keeps the mark.
+
+    DATA/ops/iterator_ops.py: OwnedIterator, as above.
+    """
+
+    _element_spec: Any
+
+    def __init__(self, marks: "Marks", *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._marks, self._of_pairs = marks, False
+
+    @property
+    def element_spec(self) -> Any:
+        """Of elements without their marks."""
+        return self._element_spec if self._of_pairs else self._element_spec[0]
+
+    def get_next_as_optional(self) -> Any:
+        """Return the next element, if there is one."""
+        self._of_pairs = True  # the base class asks for the spec of what it reads
+        try:
+            pair = super().get_next_as_optional()
+        finally:
+            self._of_pairs = False
+
+        def element() -> Any:
+            found, mark = pair.get_value()
+            self._marks.keep(mark)
+            return tf.experimental.Optional.from_value(found)
+
+        def nothing() -> Any:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+        return tf.cond(pair.has_value(), element, nothing)
+
+    def _next_internal(self) -> Any:
+        element, mark = super()._next_internal()
+        self._marks.keep(mark)
+        return element
+
+    @property
+    def _type_spec(self) -> Any:
+        return _MarkedSpec(self._element_spec, self._marks.key)
+
+
+class _MarkedSpec(iterator_ops.IteratorSpec):
+    """Of a MarkedIterator; of pairs of element and mark."""
+
+    __slots__ = ["_key"]
+
+    def __init__(self, element_spec: Any, key: int) -> None:
+        super().__init__(element_spec)
+        self._key = key
+
+    @property
+    def value_type(self) -> type:
+        return MarkedIterator
+
+    def _serialize(self) -> Any:
+        return self._element_spec, self._key
+
+    def _from_components(self, components: Any) -> Any:
+        return MarkedIterator(
+            _marks[self._key], components=components, element_spec=self._element_spec
+        )
+
+
+class Marks:
+    """Where iterators put the marks of what they read.
+
+    Attributes:
+        keep: gets the mark of each element that is read, eagerly or in a graph.
+    """
+
+    def __init__(self, keep: Callable[[tf.Tensor], None]) -> None:
+        """Make one; the iterators that use it need it as long as they live."""
+        self.keep = keep
+        self.key = next(_keys)
+        _marks[self.key] = self
+
+
 _keys = itertools.count()
+_marks: weakref.WeakValueDictionary[int, Marks] = weakref.WeakValueDictionary()
 _meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
 
 

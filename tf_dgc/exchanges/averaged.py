@@ -20,7 +20,7 @@ from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.figures import RoundStats, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.ledger import Ledger
-from tf_dgc.exchanges.parts import Part
+from tf_dgc.exchanges.parts import Part, refuse_other_data
 from tf_dgc.transports import handshake
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
@@ -103,6 +103,11 @@ class Averaged(Exchange):
             unknown = tf.constant(math.nan, tf.float64)
             self._first_loss = own_variable(unknown, "averaging_first_loss")
             self._rate = own_variable(unknown, "averaging_rate")  # of the last step
+            none = tf.zeros([len(averaging.READ)], tf.float64)
+            self._read = own_variable(none, "averaging_read")  # in this period
+            self._components = own_variable(
+                tf.constant([""] * len(averaging.READ)), "averaging_components"
+            )
             self.distance = own_variable(tf.zeros([]), "averaging_distance")
         # The parameters when the period began; none for plain averages.
         anchored = self.variables if outer or config.compression else []
@@ -135,6 +140,7 @@ class Averaged(Exchange):
             tf.cond(self._has_taken(0), self._drop_anchor, lambda: None)
         if part is not None:
             self._rate.assign(tf.cast(part.rate, tf.float64))
+            self._note_read(part)
         first = self.config.synchronous_steps
         nothing = tf.zeros([2], tf.int64)
 
@@ -155,6 +161,15 @@ class Averaged(Exchange):
         self.unsettled.assign_add(tf.cast(has_rows, tf.int64))
         applies = None if part is None else has_rows | early
         return Update(found, [False] * len(found), applies, sent)
+
+    def _note_read(self, part: Part) -> None:
+        """Add up the numbers of what is read, in a way that tells orders apart."""
+        if part.witness is None:
+            return
+        with tf.device("CPU:0"):
+            place = 1.0 + tf.cast(self.position, tf.float64)
+            self._read.assign_add(tf.cast(part.witness, tf.float64) / place)
+            self._components.assign(part.components)
 
     def parameters(self) -> None:
         """Count a step that has been applied, and hold a round where it is time."""
@@ -195,6 +210,7 @@ class Averaged(Exchange):
             values.first_nonfinite(self.variables),
             self.loss,
             self._rate,
+            *tf.unstack(self._read.read_value()),
         )
         gathered = self.transport.all_gather(
             averaging.write(header), f"{self.name}.round"
@@ -202,6 +218,9 @@ class Averaged(Exchange):
         headers = averaging.read(gathered)
         names = [v.name for v in self.variables]
         with tf.control_dependencies(_refuse(headers, self.taken, names)):
+            headers = averaging.Header(*[tf.identity(field) for field in headers])
+        alike = refuse_other_data(averaging.reads(headers), self._components)
+        with tf.control_dependencies([alike]):
             return averaging.Header(*[tf.identity(field) for field in headers])
 
     def average(self, headers: averaging.Header, parameters: bool) -> None:
@@ -232,6 +251,7 @@ class Averaged(Exchange):
             self.rounds.assign_add(1)
         for counter in (self.position, self.moved, self.unsettled):
             counter.assign(0)
+        self._read.assign(tf.zeros_like(self._read))
         if parameters:
             agreed = [*self.variables, *self.averaged]
             self.replicas.compare(agreed, tf.reduce_max(headers.moved))

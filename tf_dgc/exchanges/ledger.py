@@ -94,6 +94,11 @@ class Ledger:
         self._clock = Clock()
         self._interval = replicas.default_interval()
 
+    @property
+    def untouched(self) -> bool:
+        """Whether no exchange was opened yet, and none restored."""
+        return not (self.opened or self._waiting)
+
     # Steps.
 
     def gradients(

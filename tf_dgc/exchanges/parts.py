@@ -11,6 +11,8 @@ from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import first_true, require, scaled
 
+_ROUNDING = 1e-5  # of numbers that may come from other processors
+
 
 class Part(NamedTuple):
     """What a worker's gradients g count: the sum is of whole * w / (sum of w) * g."""
@@ -18,6 +20,9 @@ class Part(NamedTuple):
     rate: Any  # learning rate, the same on all workers: shape [], float32
     weight: Any  # w, of this worker, about 1: shape [], float32
     whole: int  # N where each g is divided by N already; else 1
+    # Numbers of the batch of all workers: shape [K], float32, on the host.
+    witness: tf.Tensor | None = None
+    components: Any = None  # shape [K], string: names of what these are of
 
 
 class Told(NamedTuple):
@@ -48,25 +53,63 @@ def weighed_sum(
         part: what the gradients count; None where those of all count alike.
 
     Raises:
-        tf.errors.InvalidArgumentError: learning rates differ; on all workers.
+        tf.errors.InvalidArgumentError: learning rates differ, or the batches that
+            workers have read; on all workers.
     """
     own = [nonfinite] if part is None else [nonfinite, part.rate, part.weight]
     if part is not None:
         gradients = _all_scaled(gradients, part.weight)
     row = tf.stack([tf.cast(each, tf.float32) for each in own], axis=-1)
+    witness = None if part is None else part.witness
+    if witness is not None:
+        row = tf.concat([row, witness], axis=0)
     # Not a product, in which what is not a number would take all seats.
     vote = tf.where(seats[..., tf.newaxis] > 0, row[..., tf.newaxis, :], 0.0)
     found = sums.dense(transport, gradients, name, [vote])
     with tf.device("CPU:0"):  # what is done next depends on them
-        flags, *others = tf.unstack(found.votes[0], len(own), axis=-1)
+        votes, witnesses = found.votes[0], None
+        if witness is not None:
+            votes, witnesses = tf.split(votes, [len(own), -1], axis=-1)
+        flags, *others = tf.unstack(votes, len(own), axis=-1)
         if part is None:
             return Told(found.gradients, flags, tf.ones([]), found.sent)
         rates, weights = others
-        with tf.control_dependencies([_refuse_rates(rates, flags)]):
+        sound = [_refuse_rates(rates, flags)]
+        if witnesses is not None:
+            sound.append(refuse_other_data(witnesses, part.components))
+        with tf.control_dependencies(sound):
             total = tf.reduce_sum(weights)
         share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
         factor = share * part.weight
     return Told(_all_scaled(found.gradients, share), flags, factor, found.sent)
+
+
+def refuse_other_data(witnesses: tf.Tensor, components: Any) -> tf.Tensor:
+    """Raise InvalidArgumentError where workers have not read the same batch.
+
+    Args:
+        witnesses: of all workers, shape [N, K]; finite, none of them negative. What
+            differs by rounding is the same.
+        components: shape [K], string: what they are of.
+    """
+    least, most = tf.reduce_min(witnesses, axis=0), tf.reduce_max(witnesses, axis=0)
+    differs = most - least > _ROUNDING * most
+
+    def told() -> list[Any]:
+        first = first_true(differs)
+        return [
+            "The workers read different data; all stop, the step was not applied. All "
+            "must read the same batches in the same order, of which each takes its "
+            "rows. What files or rows are shuffled by before the strategy is made, and "
+            "generators of NumPy (np.random.default_rng) at any time, need a seed; "
+            "folders must be read in a sorted order. Where data are each worker's own, "
+            "say so by AutoShardPolicy.OFF. Component of the elements that differs, "
+            "and a number of its first rows, by rank:",
+            tf.gather(components, first),
+            witnesses[:, first],
+        ]
+
+    return require(~tf.reduce_any(differs), told, summarize=-1)
 
 
 def _all_scaled(gradients: list[Any], scale: tf.Tensor) -> list[Any]:

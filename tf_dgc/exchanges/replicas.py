@@ -1,13 +1,18 @@
 """Replicas are compared from time to time: workers that drift apart stop.
 
+Where they differ by rounding alone, as after weights were moved and moved back, all
+take over what rank 0 has.
+
 Axes: N workers, T variables.
 """
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc.exchanges import inplace
@@ -15,7 +20,10 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import first_true, require
 
+_logger = logging.getLogger("tf_dgc")
+
 DEFAULT_INTERVAL: Final = 100
+_UNITS = 32  # in the last place of a tensor's largest element: rounding
 LANES = 16  # sums are taken side by side, in the registers of a processor
 
 
@@ -81,6 +89,7 @@ class Replicas:
             name: prefix of the names of the collectives.
         """
         self._transport, self._interval, self._name = transport, interval, name
+        self._told = False
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._steps = own_variable(zero, "replica_steps")  # taken
@@ -95,7 +104,8 @@ class Replicas:
             steps: taken since the last call, the same on all workers.
 
         Raises:
-            tf.errors.InvalidArgumentError: they differ; on all workers.
+            tf.errors.InvalidArgumentError: they differ by more than rounding; on all
+                workers.
         """
         variables = [v for v in variables if hasattr(v, "assign")]
         if self._transport.alone or not self._interval or not variables:
@@ -108,13 +118,71 @@ class Replicas:
             own = checksums([tf.convert_to_tensor(variable) for variable in variables])
             found = self._transport.all_gather(own, f"{self._name}.weights")
             self._compared.assign(passed)
-            _refuse(found, passed, [variable.name for variable in variables])
+            differs = tf.reduce_any(found != found[0])
+            tf.cond(differs, lambda: self._mend(variables, passed), lambda: None)
 
         tf.cond(due, gather, lambda: None)
 
+    def _mend(self, variables: Sequence[Any], step: tf.Tensor) -> None:
+        """Take over rank 0's variables, where all are close to them."""
+        own = [tf.convert_to_tensor(variable) for variable in variables]
+        first = self._of_first(own)
+        far = tf.stack([_is_far(*pair) for pair in zip(own, first, strict=True)])
+        told = self._transport.all_gather(tf.cast(far, tf.int32), f"{self._name}.far")
+        close = _refuse(told, step, [variable.name for variable in variables])
+        with tf.control_dependencies([close]):
+            for variable, value in zip(variables, first, strict=True):
+                variable.assign(value)
+        with tf.device("CPU:0"):
+            tf.numpy_function(self._tell, [], tf.bool, stateful=True)
 
-def _refuse(found: tf.Tensor, step: tf.Tensor, names: list[str]) -> None:
-    """Raise InvalidArgumentError where checksums [N, T] differ between workers."""
+    def _of_first(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return rank 0's tensors, of each type in one."""
+        found = list(tensors)
+        by_type: dict[tf.DType, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            by_type.setdefault(tensor.dtype, []).append(i)
+        flat = [
+            tf.concat([tf.reshape(tensors[i], [-1]) for i in places], axis=0)
+            for places in by_type.values()
+        ]
+        name = f"{self._name}.of_first"
+        joined = self._transport.broadcast(flat, name)
+        for places, whole in zip(by_type.values(), joined, strict=True):
+            begin = 0
+            for i in places:
+                shape = tensors[i].shape
+                end = begin + shape.num_elements()
+                found[i] = tf.reshape(whole[begin:end], shape)
+                begin = end
+        return found
+
+    def _tell(self) -> np.bool_:
+        if not self._told and self._transport.rank == 0:
+            _logger.warning(
+                "Weights differ between the workers by rounding, as where a step moves "
+                "them and moves them back: all take over what rank 0 has, from time to "
+                "time"
+            )
+        self._told = True
+        return np.bool_(True)
+
+
+def _is_far(own: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+    """Tell whether two tensors differ by more than rounding: shape [], bool."""
+    if not own.dtype.is_floating:
+        return tf.reduce_any(own != first)
+    wide = tf.float64 if own.dtype == tf.float64 else tf.float32
+    difference = tf.abs(tf.cast(own, wide) - tf.cast(first, wide))
+    scale = tf.reduce_max(tf.abs(tf.cast(first, wide)))
+    bits = {tf.float16: 10, tf.bfloat16: 7, tf.float64: 52}.get(own.dtype, 23)
+    units = tf.constant(_UNITS * 2.0**-bits, wide)
+    # What is not a number is not close.
+    return ~(tf.reduce_max(difference) <= units * scale)
+
+
+def _refuse(found: tf.Tensor, step: tf.Tensor, names: list[str]) -> tf.Tensor:
+    """Raise InvalidArgumentError where numbers [N, T] differ between workers."""
     differs = found != found[0]
 
     def told() -> list[Any]:
@@ -128,4 +196,4 @@ def _refuse(found: tf.Tensor, step: tf.Tensor, names: list[str]) -> None:
             tf.where(differs[:, first])[:, 0],
         ]
 
-    require(~tf.reduce_any(differs), told, summarize=-1)
+    return require(~tf.reduce_any(differs), told, summarize=-1)

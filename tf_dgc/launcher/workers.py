@@ -176,7 +176,8 @@ class Workers:
         own = self._family.mark(task) | dict(self._environments[task])
         return subprocess.Popen(
             self._command,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | own,
+            # All go through sets in the same order, also when started again.
+            env={"PYTHONHASHSEED": "0"} | os.environ | {"PYTHONUNBUFFERED": "1"} | own,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -101,6 +101,11 @@ class ParameterAveragingStrategy(BaseStrategy):
             return RoundStats(zero, zero, zero, tf.zeros([]))
         return found[-1].stats()
 
+    @property
+    def holds_alike(self) -> bool:
+        """Whether nothing was trained yet: slots, and weights in a period, are own."""
+        return self._ledger.untouched
+
     def settle(self) -> None:
         """Hold a round of what was trained since the last one."""
         self._settle(resumed=False)

@@ -17,10 +17,18 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands, optimizers, step
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
-from tf_dgc.exchanges import EachStep, Ledger, Make, Update, records, split_files
+from tf_dgc.exchanges import (
+    EachStep,
+    Ledger,
+    Make,
+    Part,
+    Update,
+    records,
+    split_files,
+)
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import adopted, files, fits, handed_over
+from tf_dgc.strategies import adopted, compared, files, fits, handed_over, randomness
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
@@ -54,6 +62,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._config = config
         self._ledger = Ledger(mesh.voices, make)
         self._warned: set[str] = set()
+        self._to_compare: Callable[[], Any] = lambda: None  # a model, weakly
+        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models, once
         self.share: Share | None = None  # of a step, where there are several workers
         self.own_batches: OwnBatches | None = None
         record = {
@@ -273,6 +283,31 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 ]
             )
 
+    @property
+    def holds_alike(self) -> bool:
+        """Whether what is trained should be the same on all workers between steps."""
+        return True
+
+    def expect_fit(self, model: keras.Model) -> None:
+        """Let the workers' variables be compared before the next step of Keras."""
+        self._to_compare = weakref.ref(model)
+
+    def compare_variables(self) -> None:
+        """Compare the variables of the model that is to be trained, where it is time.
+
+        And what `random` and NumPy are to draw. All workers call this.
+        """
+        model, self._to_compare = self._to_compare(), lambda: None
+        if model is None or not self.holds_alike or not tf.executing_eagerly():
+            return
+        randomness.take_over(self._transport)
+        quiet = model in self._compared
+        self._compared.add(model)
+        with self.scope():
+            paths, ranks = compared.take_over(model, self._transport, quiet)
+        if paths and self.is_chief:
+            self._warn([compared.warning(paths, ranks)])
+
     def settle(self) -> None:
         """Make variables the same on all workers, where these may differ by now.
 
@@ -336,16 +371,10 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         workers = self._mesh.replicas
         self._warn(optimizers.warnings_about(optimizer, workers, self._config))
-        if not self._transport.alone:
-            given = [g for g, _ in pairs if g is not None]
-            given = tf.nest.flatten(given, expand_composites=True)
-            self.extended.first_targets.compare(self._transport, given)
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
                 self.extended.refuse_foreign(variable)
-        part = None
-        if self.share is not None:
-            part = self.share.part(optimizer, learning_rate)
+        part = self._part(optimizer, pairs, learning_rate)
         whole = 1 if part is None else part.whole
         pairs, own = self._without_parts(optimizer, pairs, whole)
         variables = [v for g, v in pairs if g is not None]
@@ -355,6 +384,27 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             step.synchronised(
                 self._ledger, *args, part=part, clips=self._clips_sum, own=own
             )
+
+    def _part(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        learning_rate: Any,
+    ) -> Part | None:
+        """Return what gradients count, and the witness of the batch they are of."""
+        part = None
+        if self.share is not None:
+            part = self.share.part(optimizer, learning_rate)
+        if part is None:
+            return None
+        witness = self.extended.witness
+        given = [g for g, _ in pairs if g is not None]
+        # Nothing else tells TensorFlow that a step which reads its batch itself reads
+        # before it compares.
+        with tf.control_dependencies(tf.nest.flatten(given, expand_composites=True)):
+            with tf.device("CPU:0"):
+                numbers = witness.numbers.read_value()
+        return part._replace(witness=numbers, components=witness.names)
 
     def _without_parts(
         self,
@@ -405,6 +455,25 @@ def _watch_models() -> None:
     _host.hooks.wrap("fit", _refuse_outsider)
     _host.hooks.wrap("train function", _refuse_outsider)
     _host.hooks.wrap("compile", _compile)
+    _host.hooks.wrap("train function", _expect_fit)
+    _host.hooks.wrap("steps", _steps)
+
+
+def _expect_fit(
+    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> Any:
+    """Note that a model, which is built by now, is to be trained."""
+    strategy = _host.keras.strategy_of(model)
+    if isinstance(strategy, BaseStrategy) and strategy in _of_several:
+        strategy.expect_fit(model)
+    return original(model, *args, **kwargs)
+
+
+def _steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
+    """Compare variables before the first step of a `fit`."""
+    for strategy in tuple(_of_several):
+        strategy.compare_variables()
+    yield from original(epoch)
 
 
 def _compile(

@@ -2,119 +2,24 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import provenance, split
+from tf_dgc.strategies import provenance, split, witness
 from tf_dgc.strategies.elements import Layout, batch_size_of
-from tf_dgc.strategies.slicing import is_nothing
-from tf_dgc.strategies.split import Note
-from tf_dgc.transports.base import Transport
-from tf_dgc.values import require
+from tf_dgc.strategies.split import Marked
 
 _logger = logging.getLogger("tf_dgc")
 _Policy = tf.data.experimental.AutoShardPolicy
 # All workers read the same.
 _ALIKE = (_Policy.AUTO, _Policy.DATA)
+_TENSORS = tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec
 
 
-class FirstTargets:
-    """Tells whether workers read the same batches, by the targets of the first.
-
-    Only targets are looked at, and of these only what does not depend on random
-    operations: augmentation may give each worker other ones.
-
-    Each dataset that is split begins anew: what was found about one is not held
-    against another.
-
-    Attributes:
-        mark: shape [], int64, of the first targets; 0 before there were any.
-        compared: shape [], bool, whether the workers have compared their marks.
-    """
-
-    def __init__(self) -> None:
-        """Create the variables, outside of any graph."""
-        own = tf.VariableSynchronization.NONE  # each worker's
-        self._count = 0
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.mark, self._current = (
-                tf.Variable(
-                    tf.zeros([], tf.int64), trainable=False, synchronization=own
-                )
-                for _ in range(2)
-            )
-            self.compared = tf.Variable(False, trainable=False, synchronization=own)
-
-    def begin(self) -> Note:
-        """Begin anew, with a dataset.
-
-        Returns:
-            What looks at its batches, by a function that returns tensors of one.
-        """
-        self._count += 1
-        number = self._count
-        self._current.assign(number)
-        self.mark.assign(0)
-        self.compared.assign(False)
-
-        def look(read: Callable[[], list[tf.Tensor]]) -> None:
-            # An iterator of another dataset may still read ahead.
-            new = (self._current == number) & (self.mark == 0)
-            tf.cond(new, lambda: self._take(read()), lambda: None)
-
-        return look
-
-    def _take(self, parts: list[tf.Tensor]) -> None:
-        if parts:
-            texts = [tf.io.serialize_tensor(part) for part in parts]
-            hashes = tf.strings.to_hash_bucket_fast(tf.stack(texts), 2**31 - 1)
-            weights = tf.range(1, 2 * len(parts), 2, tf.int64)
-            self.mark.assign(1 + tf.reduce_sum(hashes * weights))
-
-    def compare(self, transport: Transport, of: Sequence[tf.Tensor]) -> None:
-        """Compare what was read before the first step with that of other workers.
-
-        Args:
-            transport: of the strategy.
-            of: what was computed of the first batch. Nothing else tells TensorFlow
-                that a step which reads its batch itself reads before it compares.
-
-        Raises:
-            tf.errors.InvalidArgumentError: it differs; on all workers.
-        """
-
-        def gather() -> None:
-            found = transport.all_gather(self.mark.read_value(), "first_targets")
-            self.compared.assign(True)
-            text = (
-                "The workers read different data; all stop before the first step. All "
-                "must read the same batches, of which each takes its rows: shuffle "
-                "with a seed (keras.utils.set_random_seed) what NumPy or Python "
-                "shuffle, or, where data are each worker's own, say so by "
-                "AutoShardPolicy.OFF. Checksums of the first targets, by rank:"
-            )
-            alike = tf.reduce_all(found == found[0])
-            require(alike, lambda: [text, found], summarize=-1)
-
-        with tf.control_dependencies(of):
-            with tf.device("CPU:0"):
-                compared = self.compared.read_value()
-            tf.cond(compared, lambda: None, gather)
-
-
-def _known(targets: Any, random: Any) -> list[tf.Tensor]:
-    """Return the tensors of targets that are there and do not depend on chance."""
-    pairs = zip(tf.nest.flatten(targets), tf.nest.flatten(random), strict=True)
-    known = [part for part, drawn in pairs if not (drawn or is_nothing(part))]
-    return list(tf.nest.flatten(known, expand_composites=True))
-
-
-def share_of(
-    dataset: tf.data.Dataset, rank: int, size: int, first: FirstTargets | None = None
-) -> tf.data.Dataset:
+def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     """Split every global batch over the workers, in the order of rank.
 
     All workers read the same batches and take their own rows of each, so all take the
@@ -131,29 +36,59 @@ def share_of(
             along the first axis.
         rank: of this worker.
         size: N.
-        first: looks at the first batch, where all workers read the same.
 
     Raises:
         ValueError: the dataset is not batched, or cannot be sharded as it asks.
     """
     if size == 1:
         return dataset
+    if is_own(dataset):
+        return _read_ahead(_own_batches(dataset, rank, size), dataset)
+    return _read_ahead(_alike(dataset, rank, size).rows(), dataset)
+
+
+def marked_share_of(dataset: tf.data.Dataset, rank: int, size: int) -> Marked:
+    """Return `share_of` a dataset that is not a worker's own, with marks of batches.
+
+    Args:
+        dataset: see `share_of`.
+        rank: of this worker.
+        size: N, 2 or more.
+    """
+    share = _alike(dataset, rank, size)
+    return share._replace(pairs=_read_ahead(share.pairs, dataset))
+
+
+def _layout(dataset: tf.data.Dataset, rank: int, size: int) -> Layout:
+    """Return which components have rows; the chief tells which have not."""
     layout = Layout(dataset.element_spec, size, batch_size_of(dataset))
     if layout.shared and rank == 0:
         _tell_shared(layout.shared)
-    policy = _policy_of(dataset)
-    note = first.begin() if first is not None and policy in _ALIKE else None
-    if policy in _ALIKE:
-        share = split.share_of(dataset, rank, size, note)
-        if share is None:
-            share = _own_rows(dataset, layout, rank, note)
-    elif policy == _Policy.OFF:
-        share = _all_rows(dataset, layout, size)
-    else:
-        share = _sharded(dataset, layout, rank, size)
+    return layout
+
+
+def _alike(dataset: tf.data.Dataset, rank: int, size: int) -> Marked:
+    """Take a worker's rows of batches that all read alike, so in one order."""
+    if dataset.options().deterministic is False:
+        in_order = tf.data.Options()
+        in_order.deterministic = True
+        dataset = dataset.with_options(in_order)
+    layout = _layout(dataset, rank, size)
+    share = split.share_of(dataset, rank, size)
+    return own_rows(dataset, layout, rank) if share is None else share
+
+
+def _own_batches(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+    """Divide batches that this worker reads alone."""
+    layout = _layout(dataset, rank, size)
+    if _policy_of(dataset) == _Policy.OFF:
+        return _all_rows(dataset, layout, size)
+    return _sharded(dataset, layout, rank, size)
+
+
+def _read_ahead(share: tf.data.Dataset, of: tf.data.Dataset) -> tf.data.Dataset:
     # Where Keras reads by threads of its own, what is read ahead is lost to an epoch.
-    reads_ahead = dataset.options().autotune.enabled is not False
-    return share.prefetch(1) if reads_ahead else share
+    return share.prefetch(1) if of.options().autotune.enabled is not False else share
 
 
 @functools.cache
@@ -179,23 +114,42 @@ def _policy_of(dataset: tf.data.Dataset) -> Any:
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def _own_rows(
-    dataset: tf.data.Dataset,
-    layout: Layout,
-    rank: int,
-    note: Note | None,
-) -> tf.data.Dataset:
-    """Take rows of whole batches."""
+def own_rows(dataset: tf.data.Dataset, layout: Layout, rank: int) -> Marked:
+    """Take rows of whole batches, which all workers make."""
     spec, memory = dataset.element_spec, layout.memory()
-    random = tf.nest.pack_sequence_as(spec, provenance.random_parts(dataset))
+    known, targets = _known(dataset)
 
     @tf.autograph.experimental.do_not_convert
-    def own_rows(*element: Any) -> Any:
-        if note is not None and len(element) > 1:
-            note(lambda: _known(element[1], random[1]))
-        return layout.rows_of(element, rank, memory)
+    def taken(*element: Any) -> Any:
+        flat = tf.nest.flatten(element)
+        mark = witness.of_rows([flat[i] for i in known], targets)
+        return layout.rows_of(element, rank, memory), mark
 
-    return dataset.map(own_rows)
+    names = witness.names_of(spec)
+    return Marked(dataset.map(taken), [names[i] for i in known])
+
+
+def _known(dataset: tf.data.Dataset) -> tuple[list[int], int]:
+    """Return which parts of batches no worker draws for itself; see `split`.
+
+    And how many of these, the first, are targets.
+    """
+    spec = dataset.element_spec
+    random = provenance.random_parts(dataset)
+    parts = tf.nest.flatten(spec)
+    known = [
+        i
+        for i, (part, drawn) in enumerate(zip(parts, random, strict=True))
+        if not drawn and isinstance(part, _TENSORS)
+    ]
+    targets: list[int] = []
+    if isinstance(spec, tuple) and len(spec) > 1:
+        begin, count = (len(tf.nest.flatten(each)) for each in spec[:2])
+        targets = [i for i in known if begin <= i < begin + count]
+    if targets and provenance.is_of_python(dataset):
+        known = targets
+    chosen = sorted(known, key=lambda i: i not in targets)[: witness.COUNT]
+    return chosen, len({*targets}.intersection(chosen))
 
 
 def _all_rows(dataset: tf.data.Dataset, layout: Layout, size: int) -> tf.data.Dataset:

@@ -129,6 +129,11 @@ class DownpourStrategy(BaseStrategy):
         return self._cluster.workers
 
     @property
+    def holds_alike(self) -> bool:
+        """False: workers do not wait for each other, and have what the servers have."""
+        return False
+
+    @property
     def twins(self) -> Any:
         """What stands on the servers for what is trained."""
         return self._make.twins

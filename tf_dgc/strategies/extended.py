@@ -24,6 +24,7 @@ from tf_dgc.strategies import (
     randomness,
     slicing,
     split,
+    witness,
 )
 from tf_dgc.transports import Transport, handshake
 
@@ -52,7 +53,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     Attributes:
         used: whether a variable was made in the strategy's scope.
         exchanged: whether the gradients that are applied now are those of all workers.
-        first_targets: of the batches that are split over the workers.
+        witness: of the batch of all workers that was read last.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self.experimental_enable_get_next_as_optional = False
         self.used = False
         self.exchanged = False
-        self.first_targets = data.FirstTargets()
+        self.witness = witness.Witness()
         self._told_chance = self._told_work = False
         self._end = _host.iterators.Meeting(functools.partial(level.agreed, transport))
         self._statistics: list[weakref.ref[Any]] = []
@@ -235,13 +236,12 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         seed = tf.constant(secrets.randbits(31), tf.int64)
         (seed,) = self._transport.broadcast([seed], "seed")
         randomness.share(int(seed))
+        if not randomness.take_over(self._transport) and self._transport.rank == 0:
+            _logger.warning(randomness.OTHER_HASHES)
 
-    def own_rows(
-        self, dataset: tf.data.Dataset, first: data.FirstTargets | None = None
-    ) -> tf.data.Dataset:
+    def own_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Return this worker's rows of batches; see `data.share_of`."""
-        rank, size = self._transport.rank, self._transport.size
-        return data.share_of(dataset, rank, size, first)
+        return data.share_of(dataset, self._transport.rank, self._transport.size)
 
     def _input_context(self) -> tf.distribute.InputContext:
         size = self._transport.size
@@ -314,7 +314,10 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             if provenance.decided_by_chance(dataset):
                 self._tell_chance()
             self._tell_work(dataset)
-        own = self.own_rows(dataset, self.first_targets)
+        if self._transport.size > 1 and not data.is_own(dataset):
+            return self._distribute_alike(dataset)
+        self.witness.begin([])
+        own = self.own_rows(dataset)
         unequal = data.may_be_unequal(dataset)
         meeting = self._meeting_of(own if unequal else dataset, unequal)
         return _host.distribute.distributed_dataset(
@@ -324,8 +327,22 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             meeting if data.is_own(dataset) else None,
         )
 
+    def _distribute_alike(self, dataset: tf.data.Dataset) -> Any:
+        """Share out batches that all workers read alike."""
+        self._meeting_of(dataset, unequal=False)
+        rank, size = self._transport.rank, self._transport.size
+        share = data.marked_share_of(dataset, rank, size)
+        self.witness.begin(share.names)
+        return _host.distribute.distributed_dataset(
+            self._container_strategy(),
+            share.pairs,
+            self._device,
+            marks=self.witness.marks,
+        )
+
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         self._container_strategy().settle()
+        self.witness.begin([])
         own = dataset_fn(self._input_context())
         return _host.distribute.distributed_dataset(
             self._container_strategy(),

@@ -4,6 +4,7 @@ Random operations of `Dataset.map` give each worker other numbers, be it without
 or because elements meet them in any order. What depends on them is no evidence.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -38,28 +39,59 @@ def is_none(spec: Any) -> bool:
 def decided_by_chance(dataset: tf.data.Dataset) -> bool:
     """Tell whether an operation without a seed decides which elements there are.
 
-    As in a filter that draws; not in `Dataset.map`, which may draw as it likes.
+    As in a filter that draws, or reads what a `Dataset.map` before it has drawn; a map
+    by itself may draw as it likes.
     """
     graphs = _host.tensorflow.graphs_of(dataset)
     if not _host.tensorflow.maps(dataset) and any(
         _draws_inside(graph, seeded=False) for graph in graphs
     ):
         return True
-    return any(map(decided_by_chance, _host.tensorflow.inputs_of(dataset)))
+    sources = _host.tensorflow.inputs_of(dataset)
+    if graphs and _host.tensorflow.chooses(dataset):
+        (graph,), (source,) = graphs, sources
+        if any(_flow(graph, _random_tensors(source, False), True, False)):
+            return True
+    return any(map(decided_by_chance, sources))
+
+
+def is_of_python(dataset: tf.data.Dataset) -> bool:
+    """Tell whether Python code makes elements, as a generator does."""
+    if any(
+        node.op.endswith("PyFunc")
+        for graph in _host.tensorflow.graphs_of(dataset)
+        for node in _nodes(graph)
+    ):
+        return True
+    return any(map(is_of_python, _host.tensorflow.inputs_of(dataset)))
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    """Yield the nodes of a function, and of all that it calls."""
+    definition = graph.as_graph_def()
+    yield from definition.node
+    for function in definition.library.function:
+        yield from function.node_def
 
 
 def _parts(dataset: tf.data.Dataset) -> list[Any]:
     return list(tf.nest.flatten(dataset.element_spec))
 
 
-def _random_tensors(dataset: tf.data.Dataset) -> list[bool]:
-    """Tell the same of what is passed between datasets: there None is nothing."""
+def _random_tensors(dataset: tf.data.Dataset, python: bool = True) -> list[bool]:
+    """Tell the same of what is passed between datasets: there None is nothing.
+
+    Args:
+        dataset: whose elements it is about.
+        python: whether Python code is taken to draw.
+    """
     sources = _host.tensorflow.inputs_of(dataset)
-    before = [_random_tensors(source) for source in sources]
+    before = [_random_tensors(source, python) for source in sources]
     joined = [each for part in before for each in part]
     if _host.tensorflow.maps(dataset):
         (graph,) = _host.tensorflow.graphs_of(dataset)
-        return _flow(graph, joined, in_order=_host.tensorflow.maps_in_order(dataset))
+        in_order = _host.tensorflow.maps_in_order(dataset)
+        return _flow(graph, joined, in_order, python)
     if _host.tensorflow.chooses(dataset):
         return joined
     alike = [
@@ -83,14 +115,15 @@ def _draws_inside(graph: Any, seeded: bool = True) -> bool:
         graph: of the function.
         seeded: whether operations that have a seed count.
     """
-    definition = graph.as_graph_def()
-    functions = [definition.node, *(f.node_def for f in definition.library.function)]
     return any(
-        node.op.startswith(_DRAWERS)
-        and (seeded or not (has_seed(node) or "Dataset" in node.op))
-        for nodes in functions
-        for node in nodes
+        draws(node) and (seeded or not (has_seed(node) or "Dataset" in node.op))
+        for node in _nodes(graph)
     )
+
+
+def draws(node: Any) -> bool:
+    """Tell whether an operation draws random numbers."""
+    return bool(node.op.startswith(_DRAWERS))
 
 
 def has_seed(node: Any) -> bool:
@@ -98,7 +131,9 @@ def has_seed(node: Any) -> bool:
     return any(name in node.attr and node.attr[name].i for name in ("seed", "seed2"))
 
 
-def _flow(graph: Any, before: list[bool], in_order: bool) -> list[bool]:
+def _flow(
+    graph: Any, before: list[bool], in_order: bool, python: bool = True
+) -> list[bool]:
     """Follow random numbers through a function.
 
     Args:
@@ -106,33 +141,35 @@ def _flow(graph: Any, before: list[bool], in_order: bool) -> list[bool]:
         before: which of them are random.
         in_order: whether elements come one after another, so that workers with the
             same seed draw alike.
+        python: whether Python code, and any other state, is taken to draw.
     """
-    drawing = _drawing_functions(graph, in_order)
+    drawing = _drawing_functions(graph, in_order, python)
     found = {t.ref() for t, each in zip(graph.inputs, before, strict=False) if each}
     for operation in graph.get_operations():
         if operation.name.rpartition("/")[2].startswith(randomness.ALIKE):
             continue
-        random = _draws(operation.node_def, in_order, drawing)
+        random = _draws(operation.node_def, in_order, python, drawing)
         if random or any(tensor.ref() in found for tensor in operation.inputs):
             found.update(tensor.ref() for tensor in operation.outputs)
     return [tensor.ref() in found for tensor in graph.outputs]
 
 
-def _drawing_functions(graph: Any, in_order: bool) -> set[str]:
+def _drawing_functions(graph: Any, in_order: bool, python: bool) -> set[str]:
     """Name the functions in which something is drawn, or in one that they call."""
     functions = graph.as_graph_def().library.function
     found: set[str] = set()
     for _ in functions:  # as deep as calls may be nested
         before = len(found)
         for function in functions:
-            if any(_draws(node, in_order, found) for node in function.node_def):
+            nodes = function.node_def
+            if any(_draws(node, in_order, python, found) for node in nodes):
                 found.add(function.signature.name)
         if len(found) == before:
             break
     return found
 
 
-def _draws(node: Any, in_order: bool, drawing: set[str]) -> bool:
+def _draws(node: Any, in_order: bool, python: bool, drawing: set[str]) -> bool:
     called = {
         name
         for value in node.attr.values()
@@ -143,4 +180,6 @@ def _draws(node: Any, in_order: bool, drawing: set[str]) -> bool:
         return not called.isdisjoint(drawing)
     if node.op.startswith(_READERS) or (has_seed(node) and in_order):
         return False
+    if not python:
+        return draws(node)
     return _host.tensorflow.is_stateful(node.op)

@@ -5,20 +5,30 @@ workers draw the same orders, also where no seed is set, and each its own noise.
 """
 
 import contextlib
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.transports.base import Transport
 
 # A worker's own seeds are those of rank 0 and its rank times this.
 _STRIDE = 7919
 _LARGEST = 2**31 - 1
+_WORDS = 624  # of the Mersenne Twister's state
 # The name of operations whose result is the same on all workers, whatever went in.
 ALIKE = "drawn_alike"
+OTHER_HASHES = (
+    "Python's hashes differ between the workers, so that each goes through a set in "
+    "another order: words that are numbered by it get other numbers on each. Set "
+    "PYTHONHASHSEED, the same on all, in the environment of the workers (tf-dgc-run "
+    "does), or sort"
+)
 
 _streams: dict[str, random.Random] = {}
 
@@ -33,6 +43,8 @@ def share(seed: int) -> None:
       batches of a PyDataset. All workers must make their datasets in the same order.
       There is no global seed, so random operations in `Dataset.map` go on, and
       shuffled arrays come in another order in every epoch.
+    * Datasets that are made from now on come in one order also where they were to come
+      in any (`deterministic=False`).
     * In replicas, random operations and Keras's generators take a worker's rank into
       their seeds. What is drawn outside, and on rank 0, is what one process draws.
 
@@ -45,7 +57,60 @@ def share(seed: int) -> None:
     _host.hooks.wrap("generator", _next_by_rank)
     _host.hooks.wrap("data seeds", _alike)
     _host.hooks.wrap("arrays", _arrays_alike)
+    for name in ("interleave", "map", "batch", "parallel interleave"):
+        _host.hooks.wrap(name, _in_order)
     _host.hooks.replace_random(_Random)
+
+
+def take_over(transport: Transport) -> bool:
+    """Let `random` and `numpy.random` go on from the chief's state; all call this.
+
+    Where a script seeds them alike nothing changes; where it does not, what it draws
+    from now on is the same on all workers.
+
+    Args:
+        transport: between the workers.
+
+    Returns:
+        Whether Python's hashes of texts, which no worker can change, are alike.
+    """
+    states = [tf.constant(each) for each in encoded_states()]
+    hashed = tf.constant(hash("tf_dgc"), tf.int64)
+    integers, floats, first = transport.broadcast([*states, hashed], "random_state")
+    restore_states(integers.numpy(), floats.numpy())
+    return bool(transport.holds_on_all(first == hashed, "hashes"))
+
+
+def encoded_states() -> tuple[np.ndarray, np.ndarray]:
+    """Return the states of `random` and of NumPy's global generator.
+
+    Returns:
+        shape [1251], int64, and shape [2], float64: as `restore_states` takes them.
+    """
+    _, words, gauss = random.getstate()
+    numpys = np.random.get_state(legacy=False)
+    key = np.zeros(_WORDS, np.int64)
+    is_known = numpys["bit_generator"] == "MT19937"
+    if is_known:
+        key[:] = numpys["state"]["key"]
+    position = numpys["state"]["pos"] if is_known else -1
+    more = [position, numpys["has_gauss"]]
+    integers = np.concatenate([np.array(words, np.int64), key, more])
+    none = float("nan")
+    return integers, np.array([none if gauss is None else gauss, numpys["gauss"]])
+
+
+def restore_states(integers: np.ndarray, floats: np.ndarray) -> None:
+    """Take over states; NumPy's only where both are of its usual generator."""
+    count = _WORDS + 1
+    words = tuple(map(int, integers[:count]))
+    gauss = None if np.isnan(floats[0]) else float(floats[0])
+    random.setstate((3, words, gauss))
+    key, (position, has_gauss) = integers[count:-2], integers[-2:]
+    known = np.random.get_state(legacy=False)["bit_generator"] == "MT19937"
+    if known and position >= 0:
+        state = "MT19937", key.astype(np.uint32), int(position), int(has_gauss)
+        np.random.set_state((*state, float(floats[1])))
 
 
 def key_by(rank: int, state: tf.Tensor) -> tf.Tensor:
@@ -71,6 +136,15 @@ def _alike(original: Callable[..., Any], seed: Any) -> Any:
     if seed is None and _host.tensorflow.global_seed() is None:
         seed = _streams["tf.data"].getrandbits(31)
     return original(seed)
+
+
+def _in_order(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a dataset that works in parallel, but not in whatever order."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    for name, other in (("deterministic", False), ("sloppy", True)):
+        if given.arguments.get(name) is other:
+            given.arguments[name] = not other
+    return original(*given.args, **given.kwargs)
 
 
 def _arrays_alike(original: Callable[..., Any], adapter: Any) -> Any:

@@ -9,13 +9,13 @@ itself. Anything else is left as it is.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import provenance, rowwise, slicing
+from tf_dgc.strategies import provenance, rowwise, slicing, witness
 
 # Stateful operations that give the same for the same element.
 _READERS = (
@@ -32,12 +32,6 @@ _READERS = (
 # Beginnings of the names of operations that take long, of most images and sounds.
 _COSTLY = ("Decode", "EagerPyFunc", "PyFunc", "ReadFile", "Resize")
 _CHEAP = ("DecodeBase64", "DecodeRaw")
-# A path without the folders that each machine may have its own of.
-_END_OF_PATH = r"^.*/([^/]*/[^/]*)$"
-
-# Looks at what a function returns, where it is to.
-Note = Callable[[Callable[[], list[tf.Tensor]]], None]
-
 # Each goes on drawing orders where it was left when it is asked for again.
 _shuffled: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = (
     weakref.WeakKeyDictionary()
@@ -65,43 +59,57 @@ class _Plan(NamedTuple):
     above: list[tf.data.Dataset]
 
 
-def share_of(
-    dataset: tf.data.Dataset,
-    rank: int,
-    size: int,
-    note: Note | None = None,
-) -> tf.data.Dataset | None:
+class Marked(NamedTuple):
+    """A worker's rows of batches, and of which parts the marks are.
+
+    Attributes:
+        pairs: of a worker's rows, and what `witness.of_rows` gives of the global batch.
+        names: of the components; none where no part is known to be alike.
+    """
+
+    pairs: tf.data.Dataset
+    names: list[str]
+
+    def rows(self) -> tf.data.Dataset:
+        """Return the rows alone."""
+        return self.pairs.map(_without_mark)
+
+
+def _without_mark(rows: Any, mark: tf.Tensor) -> Any:
+    return rows
+
+
+def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> Marked | None:
     """Return a worker's rows of global batches, without making those of others.
 
     Args:
         dataset: of global batches.
         rank: of this worker.
         size: N.
-        note: gets, for each global batch, a function that returns what its targets are
-            made of; that is the same on all workers that read the same data.
 
     Returns:
-        The rows that `slicing.rows_of` takes of each batch; None where that cannot be
-        proved, or would save nothing.
+        The rows that `slicing.rows_of` takes of each batch, with marks; None where that
+        cannot be proved, or would save nothing.
     """
     plan = _plan(dataset)
     if plan is None:
         return None
     batch, drops = plan.batch
-    evidence = _evidence(plan, dataset.element_spec)
+    evidence, targets = _evidence(plan, dataset.element_spec)
 
+    @tf.autograph.experimental.do_not_convert
     def choose(*parts: Any) -> Any:
         flat = tf.nest.flatten(parts)
-        if note is not None and evidence:
-            note(lambda: [_end_of_path(flat[i]) for i in evidence])
+        mark = witness.of_rows([flat[i] for i in evidence], targets)
         count = tf.shape(flat[0], tf.int64)[0]
         start, stop = slicing.bounds(count, rank, size)
         # Where there is none, one takes its place until they are batches again.
         first = tf.minimum(start, count - 1)
         last = tf.maximum(stop, first + 1)
         kept = tf.fill([last - first], stop > start)
+        marks = tf.repeat(mark[tf.newaxis], last - first, axis=0)
         rows = [part[first:last] for part in flat]
-        return kept, tf.nest.pack_sequence_as(plan.source.element_spec, rows)
+        return (kept, marks), tf.nest.pack_sequence_as(plan.source.element_spec, rows)
 
     own = plan.source.batch(batch, drops).map(choose).unbatch()
     for each in plan.maps:
@@ -118,7 +126,9 @@ def share_of(
             own = _host.datasets.rearranged(each, own)
     if (count := dataset.cardinality()) >= 0:
         own = own.apply(tf.data.experimental.assert_cardinality(count))
-    return own.with_options(dataset.options())
+    names = witness.names_of(plan.source.element_spec)
+    told = [f"{names[i]} before `Dataset.map`" for i in evidence]
+    return Marked(own.with_options(dataset.options()), told)
 
 
 def work_for_others(dataset: tf.data.Dataset) -> list[str]:
@@ -215,7 +225,7 @@ def _moved(dataset: tf.data.Dataset, source: tf.data.Dataset) -> tf.data.Dataset
 
 
 def _mapped(rows: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
-    """Map rows, each with whether it is kept, as a dataset maps its own."""
+    """Map rows, each with what `_kept_rows` is to know, as a dataset maps its own."""
     calls = _host.datasets.parallel_calls(by)
     return rows.map(
         lambda kept, element: (kept, _host.datasets.call(by, element)),
@@ -225,38 +235,54 @@ def _mapped(rows: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
     )
 
 
-def _mapped_rows(rows: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
-    """Map the rows of batches, as a dataset maps whole ones."""
+def _mapped_rows(pairs: tf.data.Dataset, by: tf.data.Dataset) -> tf.data.Dataset:
+    """Map the rows of batches, each with its mark, as a dataset maps whole ones."""
     calls = _host.datasets.parallel_calls(by)
-
-    def mapped(*element: Any) -> Any:
-        is_tuple = isinstance(rows.element_spec, tuple)
-        return _host.datasets.call(by, element if is_tuple else element[0])
-
-    return rows.map(
-        mapped,
+    return pairs.map(
+        lambda rows, mark: (_host.datasets.call(by, rows), mark),
         num_parallel_calls=calls,
         deterministic=None if calls is None else True,
     )
 
 
-def _kept_rows(kept: tf.Tensor, batch: Any) -> Any:
-    """Return the rows of a batch, which are all kept, or none."""
+def _kept_rows(of_rows: tuple[tf.Tensor, tf.Tensor], batch: Any) -> Any:
+    """Return the rows of a batch, which are all kept, or none, and its mark."""
+    kept, marks = of_rows
     count = tf.math.count_nonzero(kept)
     rows = [slicing.sliced(part, 0, count, 1) for part in tf.nest.flatten(batch)]
-    return tf.nest.pack_sequence_as(batch, rows)
+    return tf.nest.pack_sequence_as(batch, rows), marks[0]
 
 
 def _is_elementwise(dataset: tf.data.Dataset) -> bool:
     """Tell whether this is a map whose results depend on their elements alone.
 
     Or on what a worker draws for itself, without a seed: such are independent, be it of
-    all rows or of its own.
+    all rows or of its own. Variables and tables may be read where nothing that makes
+    the elements can write them: a batch is read before the first of its maps runs.
     """
     if not _host.tensorflow.maps(dataset):
         return False
     (graph,) = _host.tensorflow.graphs_of(dataset)
-    return all(map(_is_harmless, _nodes(graph)))
+    if not all(map(_is_harmless, _nodes(graph))):
+        return False
+    reads = any(node.op in _READERS and node.op != "Assert" for node in _nodes(graph))
+    return not (reads and any(map(_writes, _host.tensorflow.inputs_of(dataset))))
+
+
+def _writes(dataset: tf.data.Dataset) -> bool:
+    """Tell whether a function of a dataset, or of those it reads, may keep a state."""
+    graphs = _host.tensorflow.graphs_of(dataset)
+    if any(_may_write(node) for graph in graphs for node in _nodes(graph)):
+        return True
+    return any(map(_writes, _host.tensorflow.inputs_of(dataset)))
+
+
+def _may_write(node: Any) -> bool:
+    if not _host.tensorflow.is_stateful(node.op) or node.op in _READERS:
+        return False
+    if any(attribute.func.name for attribute in node.attr.values()):
+        return False  # a call; the nodes of the function are looked at, too
+    return not (provenance.draws(node) or "Dataset" in node.op)
 
 
 def _is_harmless(node: Any) -> bool:
@@ -287,25 +313,27 @@ def _origins(graph: Any, before: list[frozenset[int]]) -> list[frozenset[int]]:
     return [found[tensor.ref()] for tensor in graph.outputs]
 
 
-def _evidence(plan: _Plan, spec: Any) -> list[int]:
-    """Return which parts of the source's elements targets depend on, and not chance.
+def _evidence(plan: _Plan, spec: Any) -> tuple[list[int], int]:
+    """Return which parts of the source's elements no worker draws for itself.
+
+    And how many of these, the first, targets are made of. At most `witness.COUNT`. What
+    Python code makes may have noise of each worker's own; of that only targets count,
+    if there are any.
 
     Args:
         plan: how batches are made.
         spec: of batches.
     """
-    if not isinstance(spec, tuple) or len(spec) < 2:
-        return []
-    begin, count = (
-        sum(not provenance.is_none(part) for part in tf.nest.flatten(each))
-        for each in spec[:2]
-    )
-    known = frozenset().union(*plan.origins[begin : begin + count])
+    targets: frozenset[int] = frozenset()
+    if isinstance(spec, tuple) and len(spec) > 1:
+        begin, count = (
+            sum(not provenance.is_none(part) for part in tf.nest.flatten(each))
+            for each in spec[:2]
+        )
+        targets = frozenset().union(*plan.origins[begin : begin + count])
     random = provenance.random_parts(plan.source)
-    return [i for i in sorted(known) if not random[i]]
-
-
-def _end_of_path(part: tf.Tensor) -> tf.Tensor:
-    if part.dtype != tf.string:
-        return part
-    return tf.strings.regex_replace(part, _END_OF_PATH, r"\1")
+    known = [i for i, drawn in enumerate(random) if not drawn]
+    if targets and provenance.is_of_python(plan.source):
+        known = [i for i in known if i in targets]
+    chosen = sorted(known, key=lambda i: i not in targets)[: witness.COUNT]
+    return chosen, len(targets.intersection(chosen))

@@ -1,0 +1,84 @@
+"""Tests of what is compared before the first step of a `fit`."""
+
+from typing import Any
+
+import keras
+import loopback
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc.strategies import compared
+
+
+def model(units: int = 2) -> keras.Model:
+    """Return a model with weights, some of them frozen, and with statistics."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,))
+    frozen = keras.layers.Dense(4, trainable=False, name="frozen")
+    x = keras.layers.Dropout(0.5)(frozen(inputs))
+    x = keras.layers.BatchNormalization(name="norm")(x)
+    found = keras.Model(inputs, keras.layers.Dense(units, name="last")(x))
+    found.compile("adam", "mse", metrics=["mae"])
+    found.optimizer.build(found.trainable_variables)
+    return found
+
+
+class TakeOverTest(tf.test.TestCase):
+    def taken(self, *models: keras.Model, quiet: bool = False) -> list[Any]:
+        def work(transport: loopback.Loopback) -> Any:
+            return compared.take_over(models[transport.rank], transport, quiet)
+
+        return loopback.run_workers(len(models), work)
+
+    def assert_alike(self, one: keras.Model, other: keras.Model) -> None:
+        for a, b in zip(one.variables, other.variables, strict=True):
+            self.assertAllEqual(a.numpy(), b.numpy())
+
+    def test_where_nothing_differs_little_is_sent(self) -> None:
+        models = model(), model()
+        sent = []
+
+        def work(transport: loopback.Loopback) -> Any:
+            found = compared.take_over(models[transport.rank], transport, False)
+            sent.append([call.bytes for call in transport.sent])
+            return found
+
+        self.assertEqual(loopback.run_workers(2, work), [([], [])] * 2)
+        self.assertEqual(sent, [[16], [16]])
+
+    def test_the_value_of_the_chief_is_taken_and_the_variable_named(self) -> None:
+        models = model(), model(), model()
+        kernel, bias = models[2].get_layer("frozen").get_weights()
+        models[2].get_layer("frozen").set_weights([kernel + 1e-6, bias])
+        slot = models[2].optimizer.variables[3]
+        slot.assign(np.ones(slot.shape))
+        for paths, ranks in self.taken(*models):
+            self.assertEqual(ranks, [2])
+            self.assertLen(paths, 2)
+            self.assertEqual(paths[0], "frozen/kernel")
+        self.assertAllEqual(models[2].get_layer("frozen").get_weights()[0], kernel)
+        self.assert_alike(models[0], models[2])
+
+    def test_a_warning_names_some(self) -> None:
+        told = compared.warning(["frozen/kernel"] * 10, [2])
+        self.assertRegex(told, r"ranks \[2\].*'frozen/kernel', .* and 2 more$")
+
+    def test_what_steps_change_on_each_worker_is_taken_without_a_word(self) -> None:
+        models = model(), model()
+        norm = models[1].get_layer("norm")
+        norm.moving_mean.assign(np.full(4, 3.0))
+        for variable in models[1].variables:
+            if variable.name == "seed_generator_state":
+                variable.assign(variable + 1)
+        self.assertEqual(self.taken(*models, quiet=True), [([], [])] * 2)
+        self.assert_alike(*models)
+        norm.moving_mean.assign(np.full(4, 3.0))
+        (paths, _), _ = self.taken(*models)
+        self.assertEqual(paths, ["norm/moving_mean"])
+
+    def test_other_models_are_left_to_the_comparison_of_what_is_trained(self) -> None:
+        self.assertEqual(self.taken(model(2), model(3)), [([], [])] * 2)
+
+
+if __name__ == "__main__":
+    tf.test.main()
