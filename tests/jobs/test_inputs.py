@@ -43,8 +43,8 @@ class UnseededTest(parameterized.TestCase):
     def test_what_is_drawn_without_a_seed_is_alike_or_refused(self) -> None:
         self.check("collective", "dense")
 
-    @pytest.mark.slow
     @parameterized.parameters(("collective", "dgc"), ("horovod", "averaging"))
+    @pytest.mark.slow
     def test_under_other_strategies_too(self, transport: str, kind: str) -> None:
         self.check(transport, kind)
 
