@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -182,6 +183,16 @@ class StatesTest(tf.test.TestCase):
             random.seed(), np.random.seed()
             randomness.restore_states(*states)
             self.assertEqual(self.drawn(), expected)
+
+    def test_workers_that_do_not_meet_are_told(self) -> None:
+        chief = json.loads(json.dumps(randomness.told()))
+        expected = self.drawn()
+        random.seed(), np.random.seed()
+        self.assertEqual(randomness.take_over_told(chief), [])
+        self.assertEqual(self.drawn(), expected)
+        chief["hash"] += 1
+        (warning,) = randomness.take_over_told(chief)
+        self.assertIn("PYTHONHASHSEED", warning)
 
     def test_workers_go_on_from_the_state_of_the_chief(self) -> None:
         found: dict[int, Any] = {}

@@ -328,6 +328,8 @@ class StateTest(tf.test.TestCase):
         self.assert_proved(False, rows().map(count).shuffle(4).map(read))
         self.assert_proved(False, generated.map(read))
         self.assert_proved(True, generated.map(double))
+        self.assertTrue(split.assigns(rows().map(count).map(double).batch(4)))
+        self.assertFalse(split.assigns(generated.map(read).batch(4)))
 
 
 class WorkTest(parameterized.TestCase, tf.test.TestCase):

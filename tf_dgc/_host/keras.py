@@ -623,6 +623,14 @@ def shuffles(adapter: Any) -> bool:
     return bool(adapter._shuffle)
 
 
+def distributed_dataset_of(epoch_iterator: Any) -> Any:
+    """Return what an iterator of epochs reads; None where there is no such thing.
+
+    KB/tensorflow/trainer.py: TFEpochIterator._distributed_dataset.
+    """
+    return getattr(epoch_iterator, "_distributed_dataset", None)
+
+
 def first_batches_of(epoch_iterator: Any) -> tf.data.Dataset | None:
     """Return the first batches of Python code, which may give each only once.
 

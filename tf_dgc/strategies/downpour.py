@@ -96,7 +96,7 @@ class DownpourStrategy(BaseStrategy):
             "workers": cluster.workers,
             **config.get_config(),
         }
-        told = {"seed": secrets.randbits(31)}
+        told = {"seed": secrets.randbits(31), **randomness.told()}
         place = self._servers, cluster.index, cluster.workers
         self._members = Members(*place, config.liveness, timeout, record, told)
         self._make = Downpouring(config, self._servers, self._members)
@@ -115,6 +115,7 @@ class DownpourStrategy(BaseStrategy):
         if cluster.workers > 1:
             files.install(self.rank, cluster.workers)
             randomness.share(int(self._members.told["seed"]))
+            self._warn(randomness.take_over_told(self._members.told))
 
     # Who and where.
 

@@ -482,10 +482,10 @@ def _build_by_first_batches(
     iterator: Any = None,
     data_batch: Any = None,
 ) -> Any:
-    """Let Keras build a model without using up what Python code gives only once.
+    """Let Keras build a model without using up what data give only once.
 
     Under a strategy it reads a batch of an iterator that it then gives up, and what was
-    read ahead is lost with it.
+    read ahead is lost with it; maps that count have counted it.
     """
     extended = model.distribute_strategy.extended
     if iterator is None or not isinstance(extended, OneReplicaExtended):
@@ -493,12 +493,36 @@ def _build_by_first_batches(
     batches = _host.keras.first_batches_of(iterator)
     if batches is not None:
         data_batch = slicing.first_of(extended.own_rows(batches))
+    elif (zeros := _zeros_like(iterator)) is not None:
+        return original(model, data_batch=zeros)
     else:
         for *_, batches in iterator:
             data_batch = next(batches)
             break
     refuse_stateful(model, data_batch, extended._num_replicas_in_sync)
     return original(model, data_batch=data_batch)
+
+
+def _zeros_like(iterator: Any) -> Any:
+    """Return a batch of zeros in the place of one whose reading would be counted.
+
+    Returns:
+        None where nothing is, or where shapes do not tell what a batch is.
+    """
+    dataset = _host.keras.distributed_dataset_of(iterator)
+    share = getattr(dataset, "share", None)
+    if not isinstance(share, tf.data.Dataset) or not split.assigns(share):
+        return None
+    spec = dataset.element_spec
+    flat = tf.nest.flatten(spec)
+    if not all(
+        isinstance(part, tf.TensorSpec) and part.shape[1:].is_fully_defined()
+        for part in flat
+    ):
+        return None
+    shapes = [[size or 1 for size in part.shape] for part in flat]
+    zeros = [tf.zeros(s, p.dtype) for s, p in zip(shapes, flat, strict=True)]
+    return tf.nest.pack_sequence_as(spec, zeros)
 
 
 def refuse_stateful(model: Any, batch: Any, size: int) -> None:

@@ -29,6 +29,7 @@ _READERS = (
     "VarHandleOp",
     "VarIsInitializedOp",
 )
+_WRITERS = ("Assign", "LookupTableInsert", "ResourceScatter")
 # Beginnings of the names of operations that take long, of most images and sounds.
 _COSTLY = ("Decode", "EagerPyFunc", "PyFunc", "ReadFile", "Resize")
 _CHEAP = ("DecodeBase64", "DecodeRaw")
@@ -275,6 +276,14 @@ def _writes(dataset: tf.data.Dataset) -> bool:
     if any(_may_write(node) for graph in graphs for node in _nodes(graph)):
         return True
     return any(map(_writes, _host.tensorflow.inputs_of(dataset)))
+
+
+def assigns(dataset: tf.data.Dataset) -> bool:
+    """Tell whether a function of a dataset, or of those it reads, sets variables."""
+    graphs = _host.tensorflow.graphs_of(dataset)
+    if any(node.op.startswith(_WRITERS) for graph in graphs for node in _nodes(graph)):
+        return True
+    return any(map(assigns, _host.tensorflow.inputs_of(dataset)))
 
 
 def _may_write(node: Any) -> bool:
