@@ -16,7 +16,6 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep
-from tf_dgc.exchanges.compressed import Workers
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.elements import Layout
@@ -24,6 +23,7 @@ from tf_dgc.strategies.share import run_with_a_row
 from tf_dgc.transports.base import Transport, default_device
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.mesh import Mesh
+from tf_dgc.transports.sums import Workers
 
 
 class Stacked(Transport):

@@ -190,7 +190,7 @@ def integers(steps: int, **settings: Any) -> dict[str, Any]:
     kept = [np.zeros(v.shape) for v in variables]
     if settings.get("compression") is not None:
         pushed = exchange._pushed
-        parts = arena.unflatten(pushed.layout, pushed.residual)
+        parts = arena.unflatten(pushed.layout, pushed.residual.v)
         for i, part in zip(pushed._large, parts, strict=True):
             kept[i] = part.numpy()
     stats = strategy.server_stats()
@@ -311,7 +311,7 @@ def compressed() -> dict[str, Any]:
         model.fit(x, y, batch_size=10, verbose=0)  # not everything any more
     (exchange,) = strategy._ledger.exchanges(Choice([model.optimizer], []))
     pushed = exchange._pushed
-    kept = arena.unflatten(pushed.layout, pushed.residual)
+    kept = arena.unflatten(pushed.layout, pushed.residual.v)
     before = {i: model.trainable_variables[i].numpy() for i in pushed._large}
     strategy.flush(model)
     after = [model.trainable_variables[i].numpy() for i in pushed._large]
@@ -330,7 +330,7 @@ def compressed() -> dict[str, Any]:
     return {
         "differ": list(map(float, differ)),
         "kept": float(max(np.abs(k).max() for k in kept)),
-        "left": float(tf.reduce_max(tf.abs(pushed.residual))),
+        "left": float(tf.reduce_max(tf.abs(pushed.residual.v))),
         "flushed": flushed,
         "told": told,
     }

@@ -130,7 +130,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             for variable in worker.variables:
                 variable.assign(tf.ones(variable.shape, variable.dtype))
             worker.train(*range(3))
-            layout, kept = only(worker.ledger).layout, only(worker.ledger).residual
+            layout, kept = only(worker.ledger).layout, only(worker.ledger).residual.v
             return float(np.abs(kept.numpy()).sum()) / layout.elements
 
         self.enter_context(mock.patch.object(sys.modules[__name__], "RATE", 1e-10))
@@ -187,7 +187,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         def work(worker: Worker) -> tuple[list[np.ndarray], list[Any]]:
             worker.train(*range(steps))
             exchange = only(worker.ledger)
-            layout, residual = exchange.layout, exchange.residual.numpy()
+            layout, residual = exchange.layout, exchange.residual.v.numpy()
             kept = [
                 residual[s.offset : s.offset + s.size].reshape(s.shape)
                 for s in layout.segments
@@ -231,7 +231,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
 
         def work(worker: Worker) -> tuple[Any, ...]:
             worker.train(*range(steps))
-            return worker.values, worker.slots, only(worker.ledger).residual.numpy()
+            return worker.values, worker.slots, only(worker.ledger).residual.v.numpy()
 
         real = self.on_workers(size, name, work, **settings)
         stacked = simulate.Stacked(size)
@@ -297,7 +297,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             worker.train(0, 1, 2)
             exchange = only(worker.ledger)
             size, before = exchange.layout.segments[0].size, worker.values[0]
-            own = exchange.residual.numpy()[:size].reshape(before.shape)
+            own = exchange.residual.v.numpy()[:size].reshape(before.shape)
             flushed(worker.ledger, [v.value for v in worker.variables])
             norm = float(worker.ledger.residual_norm())
             return before - worker.values[0], own, norm

@@ -115,7 +115,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
                 each = exchange(synchronizer, OWNER, own, variables, momentum)
                 found.append((each.gradients, each.finished))
             arena = only(synchronizer)
-            return [found, arena.residual.numpy(), synchronizer.stats(True)]
+            return [found, arena.residual.v.numpy(), synchronizer.stats(True)]
 
         expected = run_workers(workers, real)
         make = simulate.each_simulated_step(config)
@@ -134,7 +134,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             for one, two in zip(found.gradients, gradients, strict=True):
                 self.assertAllEqual(one, two, msg=f"step {step}")
         arena = only(synchronizer)
-        self.assertAllEqual(arena.residual, [r for _, r, _ in expected])
+        self.assertAllEqual(arena.residual.v, [r for _, r, _ in expected])
         self.assertEqual(
             [int(x) for x in synchronizer.stats(True)[:4]],
             [int(x) for x in expected[0][2][:4]],

@@ -25,6 +25,7 @@ from tf_dgc.compression.dgc import Momentum, Selection, State
 from tf_dgc.config import VALUE_DTYPES, DGCConfig
 from tf_dgc.exchanges import Compressed, Place, applied, inplace
 from tf_dgc.exchanges.figures import Clock
+from tf_dgc.exchanges.residual import Residual
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.sums import Sparse
 
@@ -73,22 +74,22 @@ def select(
     return dgc.select(state.residual, peaks, layout, plan, config, step)
 
 
-def stored(layout: Layout, state: State, masking: bool = True) -> Compressed:
+def stored(layout: Layout, state: State, masking: bool = True) -> Residual:
     """Put a state into the variables of an exchange."""
     forms = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in layout.segments]
     place = Place(LocalTransport(), 0, forms, lambda: None, Clock(), 0)
     config = DGCConfig.paper(min_elements=0, momentum_masking=masking)
     momentum = None if state.velocity is None else MOMENTA["heavy-ball"]
-    found = Compressed(place, momentum, config)
-    for variable, value in zip((found.velocity, found.residual), state, strict=True):
+    found = Compressed(place, momentum, config).residual
+    for variable, value in zip((found.u, found.v), state, strict=True):
         if variable is not None:
             variable.assign(value)
     return found
 
 
-def read(state: Compressed) -> State:
-    velocity = None if state.velocity is None else tf.identity(state.velocity)
-    return State(velocity, tf.identity(state.residual))
+def read(state: Residual) -> State:
+    velocity = None if state.u is None else tf.identity(state.u)
+    return State(velocity, tf.identity(state.v))
 
 
 def numbers(layout: Layout, selection: Selection, value_dtype: str) -> tf.Tensor:
@@ -109,13 +110,13 @@ def keep(
 ) -> State:
     variables = stored(layout, state, masking)
     sent = numbers(layout, selection, value_dtype)
-    variables._keep(Sparse(selection.positions[tf.newaxis], sent[tf.newaxis]))
+    variables.keep(Sparse(selection.positions[tf.newaxis], sent[tf.newaxis]))
     return read(variables)
 
 
 def keep_nothing(layout: Layout, state: State) -> State:
     variables = stored(layout, state)
-    variables._clear()
+    variables.clear()
     return read(variables)
 
 
@@ -200,10 +201,10 @@ class InPlaceTest(tf.test.TestCase):
             for before in (state, State(None, state.residual)):
                 expected = dgc.accumulate(before, 0.25 * g, momentum)
                 variables = stored(layout, before)
-                own = State(variables.velocity, variables.residual)
+                own = State(variables.u, variables.v)
                 args = g, momentum, tf.constant(0.25)
                 inplace.update("", dgc.accumulate, own, *args)
-                peaks = inplace.call("", sparsify.peaks, variables.residual)
+                peaks = inplace.call("", sparsify.peaks, variables.v)
                 found = read(variables)
                 self.assertAllClose(found.residual, expected.residual, 1e-5, 1e-6)
                 if before.velocity is not None:
@@ -245,14 +246,14 @@ class InPlaceTest(tf.test.TestCase):
     def test_unused_slots_change_nothing_even_where_functions_run_eagerly(self) -> None:
         layout = layout_of((30, 50))
         state = stored(layout, random_state(layout, 1))
-        before = state.residual.numpy()
+        before = state.v.numpy()
         tf.config.run_functions_eagerly(True)
         try:
             unused = tf.fill([1, 3], tf.constant(layout.size, tf.int64))
-            state._keep(Sparse(unused, tf.ones([1, 3])))
+            state.keep(Sparse(unused, tf.ones([1, 3])))
         finally:
             tf.config.run_functions_eagerly(False)
-        self.assertAllEqual(state.residual, before)
+        self.assertAllEqual(state.v, before)
 
 
 @pytest.mark.long
@@ -464,7 +465,7 @@ class FallTest(parameterized.TestCase, tf.test.TestCase):
             gradient[0, 0] = np.nan if rate < 0 else 100.0  # goes, at each step
             momentum = Momentum(0.0, False, abs(rate))
             exchange(ledger, OWNER, [tf.constant(gradient)], variables, momentum)
-            found.append(float(only(ledger).residual[-1]))
+            found.append(float(only(ledger).residual.v[-1]))
         return np.array(found)
 
     def test_what_waits_counts_at_the_new_rate(self) -> None:
@@ -492,8 +493,8 @@ class FallTest(parameterized.TestCase, tf.test.TestCase):
         for ledger in (first, second):
             own = Momentum(0.9, False, 0.1)
             exchange(ledger, OWNER, [gradient], variables, own)
-        self.assertAllEqual(only(first).residual, only(second).residual)
-        self.assertAllClose(only(first).residual[-1], 0.1 + 0.9 + 0.1)
+        self.assertAllEqual(only(first).residual.v, only(second).residual.v)
+        self.assertAllClose(only(first).residual.v[-1], 0.1 + 0.9 + 0.1)
 
 
 class FairnessTest(tf.test.TestCase):
@@ -627,7 +628,7 @@ class TwinCase(parameterized.TestCase, tf.test.TestCase):
                 momentum,
             )
             arena = only(synchronizer)
-            state = read(arena)
+            state = read(arena.residual)
             found.append(
                 (
                     [g.numpy() for g in exchanged.gradients],

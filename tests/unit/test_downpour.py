@@ -232,7 +232,7 @@ class SuccessionTest(parameterized.TestCase):
                     steps += 10
                 (exchange,) = strategy._ledger.exchanges()
                 pushed = exchange._pushed
-                (kept,) = arena.unflatten(pushed.layout, pushed.residual)
+                (kept,) = arena.unflatten(pushed.layout, pushed.residual.v)
                 (twin,) = (
                     strategy.twins.of(v.value) for v in model.trainable_variables
                 )

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from tf_dgc.compression import arena, dgc
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges.pushed import Chosen, Pushed
+from tf_dgc.exchanges.pushed import Pushed
+from tf_dgc.exchanges.selecting import Chosen
 
 SHAPES = ([40, 30], [6, 5, 70], [9], [3, 4])
 EXACT = {"sample_fraction": 1.0, "min_elements": 100}
@@ -56,8 +57,8 @@ class PushedTest(tf.test.TestCase):
                 v = v - sent
                 if masking and not chosen.everything:
                     u = np.where(sent != 0, 0, u)
-                self.assertAllEqual(pushed.residual, v)
-                self.assertAllEqual(pushed.velocity, u)
+                self.assertAllEqual(pushed.residual.v, v)
+                self.assertAllEqual(pushed.residual.u, u)
                 for i in (0, 1):
                     self.assertIsNone(steps[i])
                     segment = pushed.layout.segments[i]
@@ -119,21 +120,21 @@ class PushedTest(tf.test.TestCase):
             sent = sent_of(chosen, pushed.layout.size)
             self.assertEqual(chosen.values.dtype.name, dtype)
             whole = arena.flatten(pushed.layout, local[:2])
-            self.assertAllEqual(pushed.residual + sent, whole)
+            self.assertAllEqual(pushed.residual.v + sent, whole)
             where = sent != 0
-            self.assertAllGreater(np.abs(pushed.residual.numpy()[where]).max(), 0)
+            self.assertAllGreater(np.abs(pushed.residual.v.numpy()[where]).max(), 0)
 
     def test_gradients_that_were_accumulated_go_at_the_rate_of_now(self) -> None:
         pushed = pushed_of(None, sparsity=0.95, momentum_correction=False)
         random = np.random.default_rng(5)
         for rate in (1.0, 0.5):
-            before = pushed.residual.numpy()
+            before = pushed.residual.v.numpy()
             local = gradients(random)
             momentum = dgc.Momentum(0.0, False, rate)
             steps, chosen = pushed.select(local, momentum)
             sent = sent_of(chosen, before.size) / rate
             whole = before + arena.flatten(pushed.layout, local[:2])
-            self.assertAllEqual(pushed.residual + sent, whole)
+            self.assertAllEqual(pushed.residual.v + sent, whole)
             self.assertAllEqual(steps[2], rate * local[2])
 
     def test_nothing_happens_where_no_push_is_due(self) -> None:
@@ -142,9 +143,9 @@ class PushedTest(tf.test.TestCase):
         select = tf.function(lambda due, *g: pushed.select(g, momentum, due))
         local = gradients(np.random.default_rng(6))
         select(tf.constant(False), *local)
-        self.assertAllEqual(pushed.residual, np.zeros(pushed.layout.size))
-        self.assertAllEqual(pushed.dense_velocity, np.zeros(256))
-        self.assertEqual(int(pushed.step), 0)
+        self.assertAllEqual(pushed.residual.v, np.zeros(pushed.layout.size))
+        self.assertAllEqual(pushed.dense.variables[0], np.zeros(256))
+        self.assertEqual(int(pushed.residual.step), 0)
         steps, chosen = select(tf.constant(True), *local)
         self.assertAllEqual(steps[2], local[2])
         self.assertGreater(tf.size(chosen.positions), 100)
@@ -166,7 +167,7 @@ class PushedTest(tf.test.TestCase):
             tf.errors.InvalidArgumentError, "this worker stops, nothing of it"
         ):
             tf.function(lambda *g: pushed.select(g, momentum))(*local)
-        self.assertAllEqual(pushed.residual, np.zeros(pushed.layout.size))
+        self.assertAllEqual(pushed.residual.v, np.zeros(pushed.layout.size))
 
     def test_gradients_are_clipped_to_the_norm(self) -> None:
         pushed = pushed_of(None, sparsity=0.0, clip_norm=2.0)

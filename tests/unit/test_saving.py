@@ -48,7 +48,7 @@ class Worker:
     def state(self) -> list[np.ndarray]:
         """Residual, velocity, learning rate and step."""
         arena = only(self.synchronizer)
-        return [v.numpy() for v in (*arena.state.values(), arena.step)]
+        return [v.numpy() for v in (*arena.state.values(), arena.residual.step)]
 
 
 @pytest.mark.long
@@ -214,11 +214,11 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         other.synchronizer = worker.synchronizer
         other.step(1)
         (first, second) = worker.synchronizer.exchanges()
-        before = [first.residual.numpy(), second.residual.numpy()]
+        before = [first.residual.v.numpy(), second.residual.v.numpy()]
         with self.assertRaisesRegex(ValueError, "field 'accounts' has 1"):
             worker.synchronizer.restore(self.folder)
-        self.assertAllEqual(first.residual, before[0])
-        self.assertAllEqual(second.residual, before[1])
+        self.assertAllEqual(first.residual.v, before[0])
+        self.assertAllEqual(second.residual.v, before[1])
 
     def test_a_file_that_one_worker_cannot_read_stops_all(self) -> None:
         self.save_after(4, 3)
@@ -368,9 +368,9 @@ class FlushTest(parameterized.TestCase, tf.test.TestCase):
         worker = Worker(LocalTransport())
         worker.step(0)
         arena = only(worker.synchronizer)
-        before = arena.velocity.numpy()
+        before = arena.residual.u.numpy()
         flushed(worker.synchronizer, worker.variables)
-        self.assertAllEqual(arena.velocity, before)
+        self.assertAllEqual(arena.residual.u, before)
 
 
 if __name__ == "__main__":

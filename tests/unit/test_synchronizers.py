@@ -44,8 +44,8 @@ def settings_of(**others: Any) -> DGCConfig:
 def state_of(synchronizer: Ledger) -> tuple[np.ndarray, ...]:
     """Return velocity, residual and step of the only owner."""
     arena = only(synchronizer)
-    state = arena
-    parts = (state.velocity, state.residual, state.step)
+    state = arena.residual
+    parts = (state.u, state.v, state.step)
     return tuple(part.numpy() for part in parts if part is not None)
 
 
@@ -347,7 +347,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             gradient = normal((8, 16), transport.rank)
             exchange(synchronizer, OWNER, [gradient], variables)
             arena = only(synchronizer)
-            arena.step.assign_add(5 * transport.rank)
+            arena.residual.step.assign_add(5 * transport.rank)
             exchange(synchronizer, OWNER, [gradient], variables)
 
         for error in outcomes(2, work):
@@ -524,7 +524,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
                 own = [normal(v.shape, step, transport.rank) for v in variables]
                 exchange(synchronizer, OWNER, own, variables)
                 arena = only(synchronizer)
-                layout, after = arena.layout, arena.residual
+                layout, after = arena.layout, arena.residual.v
                 zero = [part == 0 for part in layout_lib.unflatten(layout, after)]
                 sent = [
                     np.concatenate([part, [now]])

@@ -120,6 +120,51 @@ def subtract(
     return [tensor - part for tensor, part in zip(tensors, parts, strict=True)]
 
 
+def spread(layout: Layout, numbers: tf.Tensor) -> tf.Tensor:
+    """Repeat a number of each of T tensors over its elements: shape [P]."""
+    sizes = [-(-segment.size // BLOCK) * BLOCK for segment in layout.segments]
+    return tf.repeat(numbers, tf.constant(sizes, tf.int32, [len(sizes)]))
+
+
+def moved(
+    arenas: Sequence[tf.Tensor],
+    begins: Sequence[int],
+    others: Sequence[int],
+    sizes: Sequence[int],
+) -> list[tf.Tensor]:
+    """Move pieces from one arena to another, which has zeros there; leave zeros.
+
+    Args:
+        arenas: from which and to which, of shapes [..., P] and [..., P'].
+        begins: of each piece in the first, ascending.
+        others: where each begins in the second, in the same order of pieces.
+        sizes: of each piece, in elements.
+
+    Returns:
+        Both.
+    """
+    source, target = arenas
+    nothing = [tf.zeros_like(source[..., :size]) for size in sizes]
+    parts = [
+        source[..., b : b + size] + target[..., o : o + size]
+        for b, o, size in zip(begins, others, sizes, strict=True)
+    ]
+    return [_replaced(source, begins, nothing), _replaced(target, others, parts)]
+
+
+def _replaced(
+    arena: tf.Tensor, begins: Sequence[int], parts: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    """Return an arena, shape [..., P], with other parts at some places."""
+    pieces, end = [], 0
+    for begin, part in sorted(
+        zip(begins, parts, strict=True), key=lambda pair: pair[0]
+    ):
+        pieces += [arena[..., end:begin], part]
+        end = begin + part.shape[-1]
+    return tf.concat([*pieces, arena[..., end:]], axis=-1)
+
+
 def of_blocks(layout: Layout) -> tf.Tensor:
     """Return which tensor each block of an arena is of, shape [B], int64."""
     begins = [segment.offset // BLOCK for segment in layout.segments]

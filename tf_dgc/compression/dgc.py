@@ -219,8 +219,7 @@ def send(
     Args:
         residual: v after `accumulate`.
         peaks: `selection.peaks` of it.
-        forms: what `message_format` chose for each of some stages. One without slots
-            stands alone: the residual goes densely.
+        forms: of a message, at each of some stages.
         layout: of the arena.
         sparsities: of these stages.
         config: `sample_fraction` and `value_dtype` count.
@@ -230,21 +229,29 @@ def send(
     Returns:
         The message, shape [form.words], int32.
     """
-    if forms[0].slots:
-        plans = [
-            selection.plan(layout, sparsity, config.sample_fraction)
-            for sparsity in sparsities
-        ]
-        plan = selection.one_of(plans, stage)
-        chosen = select(residual, peaks, layout, plan, config, step)
-    else:
-        nothing = tf.zeros([0], tf.int64), tf.zeros([0], forms[0].value_dtype)
-        chosen = Selection(*nothing, tf.zeros([], tf.int32))
+    plans = [
+        selection.plan(layout, sparsity, config.sample_fraction)
+        for sparsity in sparsities
+    ]
+    plan = selection.one_of(plans, stage)
+    chosen = select(residual, peaks, layout, plan, config, step)
 
     def write(form: message.Format) -> tf.Tensor:
-        checksum = arena.checksum(layout)
-        words = message.pack(form, *chosen, checksum=checksum, step=step)
+        words = _packed(form, layout, chosen, step)
         return tf.bitcast(words, tf.float32)  # int32 leaves branches on the host
 
     written = one_of([functools.partial(write, form) for form in forms], stage)
     return tf.bitcast(written, tf.int32)
+
+
+def header(form: message.Format, layout: Layout, step: tf.Tensor) -> tf.Tensor:
+    """Write a message of a form without slots, shape [form.words], int32."""
+    nothing = tf.zeros([0], tf.int64), tf.zeros([0], form.value_dtype)
+    return _packed(form, layout, Selection(*nothing, tf.zeros([], tf.int32)), step)
+
+
+def _packed(
+    form: message.Format, layout: Layout, chosen: Selection, step: tf.Tensor
+) -> tf.Tensor:
+    checksum = arena.checksum(layout)
+    return message.pack(form, *chosen, checksum=checksum, step=step)

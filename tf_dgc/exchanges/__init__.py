@@ -8,11 +8,12 @@ from collections.abc import Callable
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.averaged import Averaged, Averaging, Companions
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
-from tf_dgc.exchanges.compressed import Compressed, Workers, one
+from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.ledger import Ledger, Make
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.transports.base import Transport
+from tf_dgc.transports.sums import Workers, one
 
 __all__ = [
     "Averaged",

@@ -1,8 +1,9 @@
-"""Weights that are changed by what N workers sent, without a sum in between.
+"""Weights that are changed by what N workers sent, without a sum in between if may be.
 
-Axes: N workers, K message slots, T tensors of the arena.
+Axes: N workers, P arena elements, K message slots, T tensors of the arena.
 """
 
+import abc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,80 @@ import tensorflow as tf
 from tf_dgc.compression import arena, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.sums import Sparse
 from tf_dgc.values import widened
+
+
+class Target(abc.ABC):
+    """Where the outcome of a sum goes."""
+
+    @abc.abstractmethod
+    def take_sparse(
+        self, total: Sparse, slots: Sequence[int], number: tf.Tensor | None
+    ) -> None:
+        """Take what was sent; arguments as of `subtract`."""
+
+    @abc.abstractmethod
+    def take_dense(self, total: tf.Tensor) -> None:
+        """Take a sum, shape [P]."""
+
+    @abc.abstractmethod
+    def parts(self) -> list[Any]:
+        """Return the sum of each tensor; None where that has been subtracted."""
+
+
+class Weights(Target):
+    """The weights themselves, T tensors of float32, from which it is subtracted."""
+
+    def __init__(self, layout: Layout, weights: Sequence[tf.Variable]) -> None:
+        """Take the weights."""
+        self._layout, self._weights = layout, weights
+
+    def take_sparse(
+        self, total: Sparse, slots: Sequence[int], number: tf.Tensor | None
+    ) -> None:
+        """Subtract one message after the other."""
+        subtract(self._weights, self._layout, total, slots, number)
+
+    def take_dense(self, total: tf.Tensor) -> None:
+        """Subtract a sum, shape [P]."""
+        for device, numbers in by_device(self._weights).items():
+            offsets = [self._layout.segments[i].offset for i in numbers]
+            tensors = [self._weights[i] for i in numbers]
+            inplace.update(device, arena.subtract, tensors, total, offsets)
+
+    def parts(self) -> list[Any]:
+        """Return None of each."""
+        return [None] * len(self._weights)
+
+
+class Total(Target):
+    """An arena, for the optimizer to take a step along.
+
+    Attributes:
+        variable: the last sum, shape [P].
+    """
+
+    def __init__(self, layout: Layout, device: str) -> None:
+        """Create the arena, zero, outside of any graph."""
+        self._layout, self._device = layout, device
+        with tf.init_scope(), tf.device(device):
+            self.variable = own_variable(tf.zeros([layout.size]), "dgc_total")
+
+    def take_sparse(
+        self, total: Sparse, slots: Sequence[int], number: tf.Tensor | None
+    ) -> None:
+        """Add up what was sent."""
+        inplace.update(self._device, selection.densify, self.variable, *total)
+
+    def take_dense(self, total: tf.Tensor) -> None:
+        """Take a sum, shape [P]."""
+        self.variable.assign(total)
+
+    def parts(self) -> list[Any]:
+        """Return the sum of each tensor, float32."""
+        return arena.unflatten(self._layout, self.variable.read_value())
 
 
 def subtract(

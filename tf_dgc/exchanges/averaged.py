@@ -109,13 +109,7 @@ class Averaged(Exchange):
                 tf.constant([""] * len(averaging.READ)), "averaging_components"
             )
             self.distance = own_variable(tf.zeros([]), "averaging_distance")
-        # The parameters when the period began; none for plain averages.
-        anchored = self.variables if outer or config.compression else []
-        with tf.init_scope(), tf.device(self.transport.device):
-            self._anchor = [
-                own_variable(tf.zeros(v.shape, v.dtype), "averaging_anchor")
-                for v in anchored
-            ]
+        self._make_anchors([each for each in place.siblings if each.meets(self)])
         forms = {
             f"{_AVERAGED} {i}": form
             for i, form in enumerate(values.forms(self.averaged))
@@ -125,6 +119,36 @@ class Averaged(Exchange):
         self._settled = Mark(0, -1)  # of statistics that are none: they may have moved
         self._resumed = False
         self._first = True  # no gradients yet
+
+    def meets(self, other: "Averaged") -> bool:
+        """Tell whether another exchange has some variable of this one."""
+        known = {id(variable) for variable in self.variables}
+        return any(id(variable) in known for variable in other.variables)
+
+    def _make_anchors(self, earlier: Sequence["Averaged"]) -> None:
+        """Make the parameters when the period began; none for plain averages.
+
+        Args:
+            earlier: exchanges of the same owner with variables in common, which have
+                the anchors of these: they are what all agreed on when they last did.
+        """
+        anchored = self.variables if self._outer or self.config.compression else []
+        known = {
+            id(variable): anchor
+            for each in earlier
+            for variable, anchor in zip(each.variables, each._anchor, strict=False)
+        }
+        self._is_new = [id(v) not in known for v in anchored]
+        with tf.init_scope(), tf.device(self.transport.device):
+            for v in anchored:
+                if id(v) not in known:
+                    zeros = tf.zeros(v.shape, v.dtype)
+                    known[id(v)] = own_variable(zeros, "averaging_anchor")
+        self._anchor: list[tf.Variable] = [known[id(v)] for v in anchored]
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._unanchored = own_variable(tf.constant(True), "averaging_unanchored")
+            for each in earlier:  # synchronous steps are over, or go on
+                self.taken.assign(tf.maximum(self.taken, each.taken))
 
     # Steps.
 
@@ -137,7 +161,9 @@ class Averaged(Exchange):
         """Return the gradients of a local step, or their sum in synchronous steps."""
         self._refuse_late_weights()
         if self._anchor:  # not before: a model may be built while its step is traced
-            tf.cond(self._has_taken(0), self._drop_anchor, lambda: None)
+            with tf.device("CPU:0"):
+                first_time = tf.identity(self._unanchored.read_value())
+            tf.cond(first_time, self._drop_first_anchor, lambda: None)
         if part is not None:
             self._rate.assign(tf.cast(part.rate, tf.float64))
             self._note_read(part)
@@ -281,6 +307,14 @@ class Averaged(Exchange):
             return
         applied.subtract_all(variables, gradients)
 
+    def _drop_first_anchor(self) -> None:
+        """Remember the parameters that no exchange before has had."""
+        anchored = zip(self._anchor, self.variables, self._is_new, strict=True)
+        for anchor, parameter, is_new in anchored:
+            if is_new:
+                anchor.assign(parameter)
+        self._unanchored.assign(False)
+
     def _drop_anchor(self) -> None:
         """Remember the parameters, where there is an anchor."""
         if self._anchor:
@@ -388,6 +422,7 @@ class Averaged(Exchange):
         if not isinstance(config.period, str):
             least = most = config.period
         self.period.assign(tf.clip_by_value(self.period, least, most))
+        self._unanchored.assign(self.taken == 0)
         self._resumed, self._settled = True, self._mark()
 
     def flush(self, variables: Sequence[Any], apply: Apply) -> None:
@@ -485,7 +520,10 @@ class Averaging:
         """Make an exchange; momentum stays the optimizer's own."""
         compression = self._config.compression
         companions, outer = self._expected[place.owner()]
-        inner = Compressed(place, None, compression) if compression else Dense(place)
+        inner: Exchange = Dense(place)
+        if compression:
+            siblings = [other.inner for other in place.siblings]
+            inner = Compressed(place._replace(siblings=siblings), None, compression)
         return Averaged(place, self._config, inner, companions, outer, self.loss)
 
 

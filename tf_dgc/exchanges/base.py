@@ -27,6 +27,7 @@ class Place(NamedTuple):
     owner: Callable[[], Any]  # the optimizer, or what else; None when it is gone
     clock: Clock  # of all exchanges of a ledger
     interval: int  # steps between two comparisons of replicas; 0 is never
+    siblings: Sequence[Any] = ()  # exchanges that the owner has by now
 
     @property
     def name(self) -> str:
@@ -156,7 +157,8 @@ class Exchange(abc.ABC):
         """Take over what was saved: all that `state` names, and `steps`."""
         state = self.state
         for name, array in arrays.items():
-            state[name].assign(tf.cast(array, state[name].dtype))
+            value = tf.cast(array, state[name].dtype)
+            state[name].assign(tf.broadcast_to(value, state[name].shape))
 
     def flush(self, variables: Sequence[Any], apply: Apply) -> None:
         """Apply, eagerly, what all workers keep back of variables; then clear it.

@@ -33,8 +33,9 @@ from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update, momentum_i
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.parts import Part
-from tf_dgc.exchanges.pushed import Chosen, Pushed
+from tf_dgc.exchanges.pushed import Pushed
 from tf_dgc.exchanges.rates import Rate
+from tf_dgc.exchanges.selecting import Chosen
 from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers import members
 from tf_dgc.servers.clocks import Clocks
@@ -214,8 +215,9 @@ class Downpour(Exchange):
         self._pushed: Pushed | None = None
         if self.config.compression is not None:
             args = self.variables, momentum, self.config.compression
-            device = self.transport.device
-            self._pushed = Pushed(*args, device, trained.overwritten)
+            device, always = self.transport.device, trained.overwritten
+            earlier = [o._pushed for o in place.siblings if o._pushed is not None]
+            self._pushed = Pushed(*args, device, always, earlier)
         self._chosen: Chosen | None = None
         self.together: Together | None = None
         self._fetch: Callable[[], None] | None = None
@@ -240,7 +242,9 @@ class Downpour(Exchange):
             self.together = Together(name, *place)
         version = self._make.versions.get(self.owner())
         fresh = version is None
-        self.version = version or servers.variable(f"{name}.version", tf.int64)
+        if version is None:
+            version = servers.variable(f"{name}.version", tf.int64)
+        self.version = version
         self._make.versions[self.owner()] = self.version
         if fresh:
             args = name, servers, self._members, trained.rate
@@ -526,14 +530,14 @@ class Downpour(Exchange):
     @property
     def steps(self) -> int:
         """How many pushes were selected; 0 without compression."""
-        return 0 if self._pushed is None else int(self._pushed.step)
+        return 0 if self._pushed is None else int(self._pushed.residual.step)
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
         """Take over what was saved; what has been pushed since is not kept back."""
         if not self._members.succession.repeats:
             super().load(arrays, steps)
         if self._pushed is not None:
-            self._pushed.step.assign(steps)
+            self._pushed.loaded(steps)
 
     def flush(self, variables: Sequence[Any], apply: Any) -> None:
         """Push what compression keeps back of variables, and fetch.

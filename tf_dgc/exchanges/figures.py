@@ -58,8 +58,14 @@ class Coverage:
         self._counts.assign_add(tf.constant(sizes, tf.int64, [len(sizes)]))
         self._steps.assign_add(1)
 
-    def stats(self) -> list[TensorStats]:
-        """Return the figures of each tensor, eagerly."""
+    def stats(self, reset: bool = False) -> list[TensorStats]:
+        """Return the figures of each tensor, eagerly; then start anew, if told so."""
+        found = self._stats()
+        if reset:
+            self.reset()
+        return found
+
+    def _stats(self) -> list[TensorStats]:
         sent, counts = self._sent.numpy(), self._counts.numpy()
         steps = max(int(self._steps), 1)
         return [

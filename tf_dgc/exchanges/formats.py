@@ -37,10 +37,54 @@ def message_format(
     slots = sum(selection.slots_per_segment(layout, sparsity))
     begins = [segment.offset for segment in layout.segments]
     form = message.make_format(slots, layout.size, config.value_dtype, begins)
-    dense = sums.ring_cost(layout.elements)
-    if sparsity == 0 or sums.GatherSum.cost(form, workers) >= dense:
-        return message.make_format(0, layout.size, config.value_dtype)
+    header = message.make_format(0, layout.size, config.value_dtype)
+    gathered = sums.GatherSum.cost(form, layout, workers)
+    reduced = sums.DenseSum.cost(header, layout, workers)
+    if sparsity == 0 or gathered.passed >= reduced.passed:
+        return header
     return form
+
+
+def cost(layout: Layout, sparsity: float, config: DGCConfig, workers: int) -> sums.Cost:
+    """Return the cost of the arena's sum at a sparsity; arguments as above."""
+    form = message_format(layout, sparsity, config, workers)
+    kind = sums.GatherSum if form.slots else sums.DenseSum
+    return kind.cost(form, layout, workers)
+
+
+def sums_of(wire: sums.Wire) -> list[sums.SparseSum]:
+    """Return the sums of the stages of a warm-up: each of what costs least.
+
+    Those with messages share one, and so a graph.
+    """
+    stages = dict(enumerate(warmup.stages(wire.config)))
+    forms = {
+        i: message_format(wire.layout, stage.sparsity, wire.config, wire.transport.size)
+        for i, stage in stages.items()
+    }
+    sparse = [i for i, form in forms.items() if form.slots]
+    found: list[sums.SparseSum] = [
+        sums.DenseSum(wire, {i: stages[i]}, [forms[i]])
+        for i in stages
+        if i not in sparse
+    ]
+    if sparse:
+        own = {i: stages[i] for i in sparse}
+        found.append(sums.GatherSum(wire, own, [forms[i] for i in sparse]))
+    return found
+
+
+def number_at(
+    step: tf.Tensor, listed: Sequence[sums.SparseSum], config: DGCConfig
+) -> tf.Tensor | None:
+    """Return which of the sums a step is summed by, shape [], int32; of one None."""
+    if len(listed) == 1:
+        return None
+    of_stage = {n: i for i, each in enumerate(listed) for n in each.numbers}
+    stages = warmup.stages(config)
+    with tf.device("CPU:0"):
+        numbers = tf.constant([of_stage[n] for n in range(len(stages))])
+        return numbers[warmup.stage_index(step, stages)]
 
 
 def within_budget(
@@ -70,11 +114,10 @@ def within_budget(
     weights = [v.shape.num_elements() * v.dtype.size for v in variables]
     rest = sum(weights[i] for i in small) + _TOLD_BYTES * size
 
-    def cost(sparsity: float) -> int:
-        form = message_format(layout, sparsity, config, size)
-        return form.bytes + (0 if form.slots else 4 * layout.size)
+    def sent(sparsity: float) -> int:
+        return cost(layout, sparsity, config, size).sent
 
-    found = budget.settled(config, layout, rest, sum(weights), cost)
+    found = budget.settled(config, layout, rest, sum(weights), sent)
     if transport.rank == 0:
         _logger.info(
             "%s keeps to its budget by sparsity=%.6f, value_dtype=%s, warmup_steps=%d",
@@ -84,6 +127,15 @@ def within_budget(
             found.warmup_steps,
         )
     return found
+
+
+def tell(wire: sums.Wire, variables: Sequence[tf.Variable]) -> None:
+    """Say how an exchange of variables begins."""
+    tell_dense_stages(wire.config, wire.layout, wire.transport)
+    tell_dense_types(wire.config, variables, wire.transport)
+    if wire.layout.segments:
+        stages = len(warmup.stages(wire.config))
+        _logger.info("Compiling the exchange of %s: stages %d", wire.name, stages)
 
 
 def tell_dense_stages(config: DGCConfig, layout: Layout, transport: Transport) -> None:

@@ -17,6 +17,7 @@ from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.figures import Clock, StepStats, TensorStats
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.records import Record
+from tf_dgc.exchanges.residual import RATES
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import shaped
@@ -175,6 +176,7 @@ class Ledger:
             weakref.ref(owner),
             self._clock,
             self._interval,
+            list(self._exchanges[owner].values()),
         )
         listed = {f"variable {i}": form for i, form in enumerate(place.forms)}
         listed["TF_DGC_CHECK_STEPS"] = str(self._interval)
@@ -336,6 +338,8 @@ def _check(exchange: Exchange, record: Record) -> None:
     """Raise ValueError where a record is not of an exchange."""
     shapes = {name: v.shape.as_list() for name, v in exchange.state.items()}
     saved = {name: list(array.shape) for name, array in record.arrays.items()}
+    if saved.get(RATES) == []:  # written where one stood for all tensors
+        saved[RATES] = shapes.get(RATES, [])
     for field, own, found in (
         ("variables", exchange.forms, record.variables),
         ("arrays", shapes, saved),

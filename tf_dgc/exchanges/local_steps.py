@@ -15,6 +15,7 @@ from tf_dgc.compression.arena import Layout
 from tf_dgc.exchanges.base import LocalStep
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.base import Transport
+from tf_dgc.transports.sums import Workers
 from tf_dgc.values import widened
 
 
@@ -32,7 +33,8 @@ class LocalSteps:
         variables: Sequence[tf.Variable],
         large: Sequence[int],
         step: LocalStep,
-        workers: Any,
+        workers: Workers,
+        earlier: Sequence["LocalSteps"] = (),
     ) -> None:
         """Create what several workers in one process need, outside of any graph.
 
@@ -41,7 +43,8 @@ class LocalSteps:
             variables: of the optimizer.
             large: the indices of those in the arena.
             step: the first one.
-            workers: which the process is; see `compressed.Workers`.
+            workers: which the process is.
+            earlier: of the same optimizer, with slots in common.
         """
         self._layout, self._workers = layout, workers
         self._large = [variables[i] for i in large]
@@ -50,11 +53,18 @@ class LocalSteps:
         self.slots: Sequence[tf.Variable] = [v for v in step.slots if v.shape.rank]
         self._small = [v for i, v in enumerate(variables) if i not in large]
         self._small += [v for v in step.slots if not v.shape.rank]
+        known = {
+            id(slot): stack
+            for other in earlier
+            for slot, stack in zip(other.slots, other._stacks, strict=False)
+        }
         self._stacks: list[tf.Variable] = []
         with tf.init_scope():
             for slot in self.slots if workers.axis else ():
-                stacked = tf.stack([slot.read_value()] * len(workers.ranks))
-                self._stacks.append(own_variable(stacked, "dgc_slot"))
+                if (stack := known.get(id(slot))) is None:
+                    stacked = tf.stack([slot.read_value()] * len(workers.ranks))
+                    stack = own_variable(stacked, "dgc_slot")
+                self._stacks.append(stack)
 
     @property
     def state(self) -> dict[str, tf.Variable]:

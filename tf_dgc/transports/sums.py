@@ -1,16 +1,20 @@
-"""Sums over the workers: dense tensors in one reduction, sparse messages by gathering.
+"""Sums over the workers: of dense tensors, and of what each selects of an arena.
 
-Axes: N workers, P arena elements, K message slots.
+Axes: N workers, W of them in this process: one, but in a simulation; P arena elements,
+K message slots.
 """
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tf_dgc import values
-from tf_dgc.compression import message
+from tf_dgc.compression import dgc, message, warmup
+from tf_dgc.compression.arena import Layout
+from tf_dgc.config import DGCConfig
 from tf_dgc.transports.base import Transport
 
 
@@ -70,26 +74,113 @@ class Sparse(NamedTuple):
     values: tf.Tensor  # shape [..., K], float32; 0 in unused slots
 
 
-class SparseSum(abc.ABC):
-    """A way to sum what all workers select: the only thing that knows how it travels.
+class Workers(NamedTuple):
+    """Which of the N workers a process is, and how it runs their pure functions."""
 
-    What is kept back depends on what was used of a worker's message, not on what it
-    sent.
-    """
+    ranks: Sequence[int]
+    each: Callable[..., Any]  # each(fn, *args) is fn(*args), of each of them
+    axis: list[int]  # the first axis of what there is one of each: [], or [W]
+    # Of each one's gradient in the sum, shape [W]; None where all count alike, or a
+    # `Part` tells.
+    factors: Callable[[], tf.Tensor | None] = lambda: None
+
+    def seats(self, workers: int) -> tf.Tensor:
+        """Return 1 in the place of each: shape [*axis, N]."""
+        seats = tf.one_hot(self.ranks, workers)
+        return tf.reshape(seats, [*self.axis, workers])
+
+
+def one(transport: Transport) -> Workers:
+    """Return what a process is that is one worker."""
+    return Workers([transport.rank], lambda fn, *args: fn(*args), [])
+
+
+class Kept(abc.ABC):
+    """What workers have, to be summed: all of it, or some elements."""
 
     @abc.abstractmethod
-    def __call__(self, own: tf.Tensor, name: str) -> tuple[Sparse, Sparse, tf.Tensor]:
-        """Exchange messages.
+    def read(self) -> tf.Tensor:
+        """Return all of it, shape [*axis, P], float32."""
+
+    @abc.abstractmethod
+    def peaks(self) -> tf.Tensor:
+        """Return `selection.peaks` of it."""
+
+
+class Exchanged(NamedTuple):
+    """The outcome of a sum."""
+
+    total: Sparse | tf.Tensor  # to be added up, [N, K]; or the sum itself, shape [P]
+    used: Sparse | None  # of each worker in this process, [W, K]; None: everything
+    sent: tf.Tensor  # bytes and elements of this worker, shape [2], int64
+
+
+class Cost(NamedTuple):
+    """Cost of a sum to one of N workers."""
+
+    sent: int  # bytes that it hands over
+    passed: int  # bytes that pass it, its own included
+    hops: int  # messages that wait for one another
+    workers: int  # N
+
+    @property
+    def received(self) -> int:
+        """Bytes that it receives from others."""
+        return self.passed * (self.workers - 1) // self.workers
+
+
+class Wire(NamedTuple):
+    """The workers between which an arena is summed, and the settings."""
+
+    transport: Transport
+    workers: Workers
+    layout: Layout
+    config: DGCConfig
+    name: str  # prefix of the names of the collectives
+
+
+class SparseSum(abc.ABC):
+    """A way to sum an arena at some stages of the warm-up: it alone knows the wire.
+
+    It selects, packs, sends and reads. What a worker keeps depends on what was used of
+    its elements, not on what it sent. It lives as long as its exchange, and may hold
+    state of its own.
+
+    Attributes:
+        numbers: of its stages, in the list of all.
+        slots: K at each of them; 0 where everything is sent.
+        state: its own, by name; saved and summed over the workers as `residual` is.
+    """
+
+    state: Mapping[str, tf.Variable] = {}
+
+    def __init__(
+        self,
+        wire: Wire,
+        stages: Mapping[int, warmup.Stage],
+        forms: Sequence[message.Format],
+    ) -> None:
+        """Take the stages, by number, and the form of a message at each."""
+        self.wire, self._forms = wire, list(forms)
+        self.numbers, self._stages = list(stages), list(stages.values())
+        self.slots = [form.slots for form in forms]
+
+    def stage_at(self, step: tf.Tensor) -> tf.Tensor | None:
+        """Return which of its stages a step is at, shape [], int32; of one None."""
+        if len(self._stages) == 1:
+            return None
+        return warmup.stage_index(step, self._stages)
+
+    @abc.abstractmethod
+    def __call__(
+        self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
+    ) -> Exchanged:
+        """Sum.
 
         Args:
-            own: this worker's, shape [words], int32; of a process that is all
-                workers [N, words].
-            name: of the collectives.
-
-        Returns:
-            What is to be added up, [N, K]; what was used of each worker that this
-            process is, [W, K]; and how many elements of the first of these, shape [],
-            int64.
+            kept: of each worker in this process.
+            step: shape [], int64.
+            stage: what `stage_at` returned.
 
         Raises:
             tf.errors.InvalidArgumentError: a message is damaged, or not of this step.
@@ -97,43 +188,83 @@ class SparseSum(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def cost(form: message.Format, workers: int) -> int:
-        """Return the bytes that a worker receives in one sum."""
+    def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
+        """Return the cost of one sum, given the form of a message."""
 
 
 class GatherSum(SparseSum):
-    """Everybody's message to everybody."""
+    """The largest elements, in a message from everybody to everybody."""
 
-    def __init__(
-        self, transport: Transport, form: message.Format, ranks: Sequence[int]
-    ) -> None:
-        """Choose the wire.
-
-        Args:
-            transport: to the other workers.
-            form: of the messages.
-            ranks: of the workers that this process is.
-        """
-        self._transport, self._form, self._ranks = transport, form, ranks
-
-    def __call__(self, own: tf.Tensor, name: str) -> tuple[Sparse, Sparse, tf.Tensor]:
+    def __call__(
+        self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
+    ) -> Exchanged:
         """Gather the messages; see the base class."""
-        messages = self._transport.all_gather(own, name)
-        contents = receive(self._form, messages)
-        total = Sparse(contents.positions, contents.values)
-        first, count = self._ranks[0], len(self._ranks)
-        used = Sparse(*[part[first : first + count] for part in total])
-        return total, used, tf.cast(contents.header.count[first], tf.int64)
+        write = functools.partial(
+            dgc.send,
+            forms=self._forms,
+            layout=self.wire.layout,
+            sparsities=[each.sparsity for each in self._stages],
+            config=self.wire.config,
+            step=step,
+            stage=stage,
+        )
+        own = self.wire.workers.each(write, kept.read(), kept.peaks())
+        gather = [
+            functools.partial(_gathered, self.wire, number, form, own)
+            for number, form in zip(self.numbers, self._forms, strict=True)
+        ]
+        return Exchanged(*values.one_of(gather, stage))
 
     @staticmethod
-    def cost(form: message.Format, workers: int) -> int:
-        """Return the bytes of N messages."""
-        return workers * form.bytes
+    def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
+        """Return that of N messages, in a ring."""
+        return Cost(form.bytes, workers * form.bytes, workers - 1, workers)
 
 
-def ring_cost(elements: int) -> int:
-    """Return the bytes that a worker receives in a ring all-reduce of float32."""
-    return 8 * elements
+class DenseSum(SparseSum):
+    """All elements, in a reduction; after messages without any, which are compared."""
+
+    def __call__(
+        self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
+    ) -> Exchanged:
+        """Reduce the arena; see the base class."""
+        (form,), (number,), layout = self._forms, self.numbers, self.wire.layout
+        write = functools.partial(dgc.header, form=form, layout=layout, step=step)
+        tensor = kept.read()
+        own = self.wire.workers.each(lambda _: write(), tensor)
+        total, _, sent = _gathered(self.wire, number, form, own)
+        if not layout.size:
+            return Exchanged(tf.zeros([0]), None, sent)
+        with tf.control_dependencies([total.positions]):  # the headers were alike
+            name = f"{self.wire.name}.{number}.arena"
+            (reduced,) = self.wire.transport.all_reduce([tensor], name)
+        return Exchanged(
+            reduced,
+            None,
+            sent + tf.constant([4 * layout.size, layout.elements], tf.int64),
+        )
+
+    @staticmethod
+    def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
+        """Return that of a ring all-reduce of float32."""
+        sent = form.bytes + 4 * layout.size
+        return Cost(sent, 8 * layout.elements, 2 * (workers - 1), workers)
+
+
+def _gathered(
+    wire: Wire, number: int, form: message.Format, own: tf.Tensor
+) -> tuple[Sparse, Sparse, tf.Tensor]:
+    """Exchange messages, shape [*axis, words], int32; see `Exchanged`."""
+    own = tf.bitcast(own, tf.int32)  # one of this graph, left in place
+    own.set_shape([*wire.workers.axis, form.words])
+    messages = wire.transport.all_gather(own, f"{wire.name}.{number}.message")
+    contents = receive(form, messages)
+    total = Sparse(contents.positions, contents.values)
+    first, count = wire.workers.ranks[0], len(wire.workers.ranks)
+    used = Sparse(*[part[first : first + count] for part in total])
+    elements = tf.cast(contents.header.count[first], tf.int64)
+    sent = tf.stack([tf.constant(form.bytes, tf.int64), elements])
+    return total, used, sent
 
 
 def receive(form: message.Format, messages: tf.Tensor) -> message.Contents:
