@@ -89,7 +89,7 @@ class Job:
         ports = free_ports(workers + servers)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self._cluster = {"ps": addresses[:servers], "worker": addresses[servers:]}
-        self._environment = environment
+        self.environment = environment
         self._used: set[int] = set()
         self.tasks: list[Task] = []
         self.servers = [self._start("ps", j, "serve") for j in range(servers)]
@@ -100,7 +100,7 @@ class Job:
             cluster[kind][index] = f"127.0.0.1:{free_ports(1)[0]}"
         self._used |= {index} if kind == "worker" else set()
         config = {"cluster": cluster, "task": {"type": kind, "index": index}}
-        own = self._environment | {"TF_CONFIG": json.dumps(config)}
+        own = self.environment | {"TF_CONFIG": json.dumps(config)}
         command = [str(self._script), case, json.dumps(arguments)]
         self.tasks.append(Task(command, own | {"CUDA_VISIBLE_DEVICES": ""}))
         return self.tasks[-1]

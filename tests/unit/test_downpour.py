@@ -104,6 +104,15 @@ class CallbacksTest(parameterized.TestCase):
             stops = keras.callbacks.EarlyStopping("loss")
             model.fit(x, y, verbose=0, callbacks=[stops])
 
+    def test_a_table_that_fit_builds_is_on_the_servers(self) -> None:
+        x = np.zeros([8, 1], "int32")
+        with local_servers.Job(workers=1) as job:
+            strategy = job.worker(0, table_bytes=64)
+            model = embedding(strategy)
+            model.fit(x, np.zeros([8, WIDTH], "float32"), verbose=0)
+            rows = strategy.read_rows(model.layers[0].embeddings, 0, 2)
+            self.assertEqual(rows.shape, [2, WIDTH])
+
 
 def ones(strategy: Any) -> keras.Model:
     """Return a model whose loss has a gradient of -1 for each element, by SGD(1)."""

@@ -329,30 +329,26 @@ class RoundsTest(parameterized.TestCase):
         self.assertEqual(int(job.turns(0)._step.read_value()), len(job.applied))
         self.assertGreaterEqual(len(job.applied), max(fits) - 1)
 
-    def test_who_waits_elsewhere_is_named_in_time(self) -> None:
+    def test_who_lives_and_takes_no_step_is_named_in_time(self) -> None:
         job = Job(2)
-        told: dict[int, str] = {}
+        with self.assertRaisesRegex(
+            TimeoutError,
+            r"A barrier has waited for more than \d+ s for workers \[1\], which live",
+        ):
+            job.meetings(0).barrier()
 
-        def wait(k: int, meet: Any) -> None:
-            try:
-                meet()
-            except Exception as error:
-                told[k] = str(error)
-            job.dead.add(k)
-
-        meetings = {0: job.turns(0).enter, 1: job.meetings(1).barrier}
-        threads = [
-            threading.Thread(target=wait, args=each) for each in meetings.items()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertNotEmpty(told)
-        for k, text in told.items():  # of the first; the other may go on then
-            subject = ("A synchronous step", "A barrier")[k]
-            self.assertRegex(text, rf"{subject} has waited for more than \d+ s for wor")
-            self.assertIn(f"kers [{1 - k}], which live and take no step", text)
+    def test_a_step_does_not_wait_for_who_waits_in_a_barrier_for_its_worker(
+        self,
+    ) -> None:
+        job = Job(2)
+        thread = threading.Thread(target=job.meetings(1).barrier)
+        thread.start()
+        while not int(job.meetings(1)._waits.read_value()[1]):
+            time.sleep(0.001)
+        job.turns(0).enter()
+        self.assertTrue(job.turns(0).takes_part)
+        job.meetings(0).barrier()
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ class Meetings:
     def wait_for_others(self, counts: SharedVariable, own: int, subject: str) -> None:
         """Wait until no worker has counted less than this one.
 
-        But for those that have ended, are not heard of any more, or have not begun
-        within the timeout.
+        But for those that have ended, are not heard of any more, wait in a barrier for
+        this one, or have not begun within the timeout.
 
         Args:
             counts: shape [W], int64.
@@ -145,6 +145,8 @@ class Meetings:
             absent = late & self._workers.absent()
             absent[self._given_up] = False
             here = late & self.others()
+            if counts is not self._arrived:  # who is in a barrier comes nowhere else
+                here &= self._waits.read_value().numpy() == 0
             waited = time.monotonic() - began
             if not here.any():
                 if absent.any() and waited > self._timeout:

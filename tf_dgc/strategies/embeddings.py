@@ -4,6 +4,7 @@ Keras's `take` converts the variable before it looks at the indices, so that it 
 layer that is asked here, instead of the variable.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -125,10 +126,12 @@ def _initialize(original: Callable[..., Any], variable: Any, initializer: Any) -
         return original(variable, initializer)
     made = tuple(variable.shape), variable.dtype, initializer
     extended.initializing, before = made, extended.initializing
+    layer, later = extended.embedding, extended.tables_to_come.pop(id(variable), None)
+    extended.embedding = layer if later is None else later()
     try:
         return original(variable, initializer)
     finally:
-        extended.initializing = before
+        extended.initializing, extended.embedding = before, layer
 
 
 def _build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,9 +152,13 @@ def _build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) 
         )
     extended.embedding = layer
     try:
-        return original(layer, *args, **kwargs)
+        found = original(layer, *args, **kwargs)
     finally:
         extended.embedding = None
+    if _table_of(layer) is None:  # Keras gives it its value when all is built
+        variable = getattr(layer, "_embeddings", None)
+        extended.tables_to_come[id(variable)] = weakref.ref(layer)
+    return found
 
 
 def _look_up(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:

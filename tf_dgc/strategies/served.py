@@ -39,6 +39,8 @@ class DownpourExtended(OneReplicaExtended):
         self._whole: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.table_bytes: int | None = None  # from which on tables are on servers only
         self.embedding: Any = None  # a layer, whose table is made for the servers
+        # By identity of variables that Keras initializes later, their layers.
+        self.tables_to_come: dict[int, weakref.ref[Any]] = {}
         self.initializing: Any = None  # shape, type and initializer of what is made
 
     # Variables.
