@@ -262,9 +262,12 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             return saved, weights, rest, remembered.read(rest, self.model)
 
         saved, weights, rest, found = saving.together(strategy.transport, subject, look)
-        slots = {"slots of optimizers": found.optimizers, "stopped": found.stopped}
+        slots = {"slots of optimizers": found.optimizers}
         handshake.agree(strategy.transport, f"backup in {folder}", slots)
-        if found.stopped and self.delete_checkpoint and not position.step:
+        told = {"stopped": found.stopped}  # of a worker that has, all were to end
+        stopped = handshake.tell(strategy.transport, "end of `fit`", told)
+        ends = any(each["stopped"] for each in stopped)
+        if ends and self.delete_checkpoint and not position.step:
             # By a callback; the process ended after that, or the next epoch would be.
             epochs = max(position.epoch, self.params["epochs"])
             _host.keras.set_initial_epoch(self.model, epochs)
