@@ -62,7 +62,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._config = config
         self._ledger = Ledger(mesh.voices, make)
         self._warned: set[str] = set()
-        self._to_compare: Callable[[], Any] = lambda: None  # a model, weakly
+        # Not weakly: workers would learn at different times that it is gone.
+        self._to_compare: keras.Model | None = None
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models, once
         self.share: Share | None = None  # of a step, where there are several workers
         self.own_batches: OwnBatches | None = None
@@ -290,14 +291,14 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def expect_fit(self, model: keras.Model) -> None:
         """Let the workers' variables be compared before the next step of Keras."""
-        self._to_compare = weakref.ref(model)
+        self._to_compare = model
 
     def compare_variables(self) -> None:
         """Compare the variables of the model that is to be trained, where it is time.
 
         And what `random` and NumPy are to draw. All workers call this.
         """
-        model, self._to_compare = self._to_compare(), lambda: None
+        model, self._to_compare = self._to_compare, None
         if model is None or not self.holds_alike or not tf.executing_eagerly():
             return
         randomness.take_over(self._transport)
