@@ -535,7 +535,7 @@ def refuse_stateful(model: Any, batch: Any, size: int) -> None:
     """
     inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
     made_for = {each.shape[0] for each in inputs} - {None}
-    rows = {part.shape[0] for part in tf.nest.flatten(batch) if part is not None}
+    rows: set[Any] = {c.rows for c in slicing.components_of(batch) if c.has_rows}
     names = [
         layer.name
         for layer in getattr(model, "layers", [])
