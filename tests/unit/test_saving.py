@@ -46,7 +46,7 @@ class Worker:
 
     @property
     def state(self) -> list[np.ndarray]:
-        """Residual, velocity, learning rate and step."""
+        """Residual, velocity, learning rate of each tensor, and step."""
         arena = only(self.synchronizer)
         return [v.numpy() for v in (*arena.state.values(), arena.residual.step)]
 
@@ -116,7 +116,8 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual({int(state[-1]) for state in found}, {5})
         # Of the rate each has what all had.
         self.assertEqual(
-            {float(state[2]) for state in (*saved, *found)}, {MOMENTUM.learning_rate}
+            {float(rate) for state in (*saved, *found) for rate in state[2]},
+            {MOMENTUM.learning_rate},
         )
 
     def test_may_be_saved_again_before_the_first_step(self) -> None:
