@@ -297,9 +297,13 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
                 model.compile("sgd", "mse", run_eagerly=True)
             fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
             model.fit(x, y, **fit)
-            if transport.rank == 1:
-                model.optimizer.learning_rate = 0.125
-            model.fit(x, y, **fit)
+
+            def change(batch: int, logs: Any = None) -> None:
+                if transport.rank == 1:
+                    model.optimizer.learning_rate = 0.125
+
+            own = keras.callbacks.LambdaCallback(on_train_batch_begin=change)
+            model.fit(x, y, callbacks=[own], **fit)
 
         for error in outcomes(2, work):
             self.assertRegex(str(error), r"learning rate must be the same on all")

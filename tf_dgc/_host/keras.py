@@ -232,7 +232,7 @@ def is_function_of_user(metric: keras.Metric) -> bool:
 
 
 def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
-    """Return the strategy in whose scope an optimizer or variable was made.
+    """Return the strategy of an optimizer, a variable, a model or an epoch.
 
     KB/tensorflow/optimizer.py: TFOptimizer._distribution_strategy, and
     tensorflow/python/ops/resource_variable_ops.py: _distribute_strategy.

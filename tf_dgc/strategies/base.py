@@ -472,7 +472,8 @@ def _expect_fit(
 
 def _steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
     """Compare variables before the first step of a `fit`."""
-    for strategy in tuple(_of_several):
+    strategy = _host.keras.strategy_of(epoch)
+    if isinstance(strategy, BaseStrategy):
         strategy.compare_variables()
     yield from original(epoch)
 
