@@ -65,12 +65,6 @@ class Tracking(Own):
         return [self.total, self.mae]
 
 
-class Hiding(Own):
-    def train_step(self, data: Any) -> Any:
-        self.compute_loss(y=data[1], y_pred=self(data[0]))
-        return {"n": getattr(tf.distribute.get_strategy(), "num_" + "replicas_in_sync")}
-
-
 def data(rows: int) -> tuple[np.ndarray, np.ndarray]:
     x = np.random.default_rng(0).normal(size=(rows, 6)).astype("float32")
     return x, (x[:, :1] + x[:, 1:2] > 0).astype("float32")
@@ -263,14 +257,6 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
 
         for error in outcomes(2, work):
             self.assertRegex(str(error), "'seen/total' of a metric.*`with strategy.sc")
-
-    def test_a_division_nobody_could_foresee_is_refused(self) -> None:
-        def work(transport: Loopback) -> None:
-            with tf_dgc.DenseStrategy(transport=transport).scope():
-                made(Hiding).fit(*data(4), verbose=0)
-
-        for error in outcomes(2, work):
-            self.assertRegex(str(error), "must not come after a mean of Keras.*first")
 
 
 if __name__ == "__main__":

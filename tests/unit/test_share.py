@@ -134,9 +134,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
                 loss = keras.losses.MeanSquaredError(reduction="sum")
                 model.compile(keras.optimizers.SGD(0.01), loss, run_eagerly=True)
             history = model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
-            # A loss that is a sum is shown as a mean by rows.
-            shown = [] if how == "sum" else list(history.history.values())
-            return model.get_weights(), shown
+            return model.get_weights(), list(history.history.values())
 
         self.assert_like_one_process(work, 2, "dense", "dgc")
 
@@ -223,6 +221,66 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             norms = [float(np.linalg.norm(change)) for change in changes]
             self.assertAllClose(norms, [1e-3] * len(norms), 1e-3)
 
+    @parameterized.parameters(
+        "global", "norm", "value", "keras", "by norm", "exchange", "scaled"
+    )
+    def test_a_step_clips_the_gradients_of_all_rows(self, how: str) -> None:
+        x, y = regression(9)
+
+        def work(strategy: Any) -> Any:
+            class Clips(keras.Sequential):
+                def train_step(self, data: Any) -> Any:
+                    inputs, targets = data
+                    with tf.GradientTape() as tape:
+                        loss = tf.reduce_mean((targets - self(inputs)) ** 2)
+                    variables = self.trainable_variables
+                    gradients = tape.gradient(loss, variables)
+                    if how == "exchange" and strategy is not None:
+                        gradients = strategy.exchange(gradients)
+                    gradients = clipped(gradients, how)
+                    self.optimizer.apply(gradients, variables)
+                    return {"seen": loss}
+
+            model = Clips(layers())
+            model.compile(keras.optimizers.SGD(0.5), run_eagerly=True)
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+            return model.get_weights(), []
+
+        expected = self.assert_like_one_process(work, 2, "dense")
+        with self.assertRaises(AssertionError):  # it matters
+            how = "not"
+            self.assertAllClose(work(None)[0], expected[0], 1e-3, 1e-3)
+
+    def test_a_step_that_clips_what_is_compressed_is_told(self) -> None:
+        x, y = regression(8)
+
+        class Clips(keras.Sequential):
+            def train_step(self, data: Any) -> Any:
+                inputs, targets = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((targets - self(inputs)) ** 2)
+                variables = self.trainable_variables
+                gradients = tape.gradient(loss, variables)
+                self.optimizer.apply(clipped(gradients, "global"), variables)
+                with pytest.raises(ValueError, match="with DGCConfig"):
+                    self.distribute_strategy.exchange(gradients)
+                return {"seen": loss}
+
+        def work(transport: Loopback) -> None:
+            strategy = STRATEGIES["dgc"](transport)
+            with strategy.scope():
+                model = Clips(layers())
+                model.compile(keras.optimizers.SGD(0.5), run_eagerly=True)
+            with pytest.raises(RuntimeError, match="in a step of a model"):
+                strategy.exchange([])
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            run_workers(2, work)
+        told = [line for line in logs.output if "each worker clips its own" in line]
+        self.assertLen(told, 1)
+        self.assertRegex(told[0], r"at \S+test_share.py:\d+ before")
+
     def test_classes_have_weights(self) -> None:
         x, _ = regression(11)
         y = np.arange(11) % 3
@@ -239,22 +297,21 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assert_like_one_process(work, 2, "dense", "dgc")
 
-    def test_several_losses_of_which_some_are_masked_are_told(self) -> None:
-        words = np.array([[1, 2, 0], [3, 0, 0], [4, 1, 2], [2, 0, 0]])
-        targets = np.ones((4, 3, 1), "float32")
+    def test_a_loss_that_is_no_sum_or_mean_is_told_with_its_line(self) -> None:
+        x, y = regression(8)
+
+        def largest(targets: Any, outputs: Any) -> Any:
+            return tf.reduce_max((targets - outputs) ** 2)
 
         def work(transport: Loopback) -> None:
             with tf_dgc.DenseStrategy(transport=transport).scope():
-                inputs = keras.Input((3,), dtype="int32")
-                hidden = keras.layers.Embedding(5, 2, mask_zero=True)(inputs)
-                heads = [keras.layers.Dense(1)(hidden) for _ in range(2)]
-                model = keras.Model(inputs, heads)
-                model.compile("sgd", ["mse", "mae"], run_eagerly=True)
-            model.fit(words, [targets] * 2, batch_size=4, shuffle=False, verbose=0)
+                model = keras.Sequential(layers())
+                model.compile("sgd", largest, run_eagerly=True)
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
 
         with self.assertLogs("tf_dgc", "WARNING") as logs:
             run_workers(2, work)
-        told = [line for line in logs.output if "what is masked" in line]
+        told = [line for line in logs.output if "sums and means over rows" in line]
         self.assertLen(told, 1)
 
     def test_what_is_kept_back_when_a_model_is_compiled_anew_is_told(self) -> None:
@@ -366,6 +423,23 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(logs["name"], "of 0")
             self.assertEqual((logs["same"], logs["chief"]), (7, 1.5))
             self.assertIs(logs["strange"], object)
+
+
+def clipped(gradients: list[Any], how: str) -> list[Any]:
+    if how in ("global", "exchange"):
+        return tf.clip_by_global_norm(gradients, 0.02)[0]
+    if how == "norm":
+        return [tf.clip_by_norm(g, 0.01) for g in gradients]
+    if how == "value":
+        return [tf.clip_by_value(g, -0.01, 0.01) for g in gradients]
+    if how == "keras":
+        return [keras.ops.clip(g, -0.01, 0.01) for g in gradients]
+    if how == "by norm":
+        scale = 0.02 / tf.linalg.global_norm(gradients)
+        return [scale * g for g in gradients]
+    if how == "scaled":
+        return tf.clip_by_global_norm([0.5 * g for g in gradients], 0.02)[0]
+    return gradients
 
 
 def loss_of(targets: Any, outputs: Any, how: str) -> Any:

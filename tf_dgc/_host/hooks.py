@@ -39,7 +39,6 @@ def wanted() -> list[tuple[Any, str]]:
         (array_data_adapter, "ArrayDataAdapter"),
         (py_dataset_adapter, "random"),
         (EpochIterator, "_enumerate_iterator"),
-        (loss_module, "reduce_weighted_values"),
         (loss_module, "scale_loss_for_distribution"),
         (loss_module, "unscale_loss_for_distribution"),
         (keras.Model, "_get_metrics_result_or_logs"),
@@ -109,13 +108,14 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             yields the steps of an epoch and the iterator that they are read from;
             "loss division", "loss scale": keras/src/losses/loss.py:
             scale_loss_for_distribution and unscale_loss_for_distribution;
-            "loss": reduce_weighted_values beside it, which alone knows by what a loss
-            is divided;
             "loss call": keras.losses.Loss.__call__(y_true, y_pred, sample_weight),
             which is public;
             "mean": keras.metrics.Mean.update_state(values, sample_weight), which is
             public;
-            "average loss": tf.nn.compute_average_loss, which is public;
+            "gradient": tf.GradientTape.gradient, which is public;
+            "clip by global norm", "clip by norm", "clip by value", "global norm":
+            tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value and
+            tf.linalg.global_norm, which are public;
             "set strategy": tf.distribute.experimental_set_strategy(strategy), which is
             public;
             "cache": tf.data.Dataset.cache(filename), which is public;
@@ -156,10 +156,13 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "steps": (EpochIterator, "_enumerate_iterator"),
         "loss division": (loss_module, "scale_loss_for_distribution"),
         "loss scale": (loss_module, "unscale_loss_for_distribution"),
-        "loss": (loss_module, "reduce_weighted_values"),
         "loss call": (keras.losses.Loss, "__call__"),
         "mean": (keras.metrics.Mean, "update_state"),
-        "average loss": (tf.nn, "compute_average_loss"),
+        "gradient": (tf.GradientTape, "gradient"),
+        "clip by global norm": (tf, "clip_by_global_norm"),
+        "clip by norm": (tf, "clip_by_norm"),
+        "clip by value": (tf, "clip_by_value"),
+        "global norm": (tf.linalg, "global_norm"),
         "set strategy": (tf.distribute, "experimental_set_strategy"),
         "cache": (tf.data.Dataset, "cache"),
         "save folder": (tf.saved_model, "save"),
@@ -232,10 +235,12 @@ def hook_share() -> None:
     wrap("evaluate", _note_evaluation)
     wrap("loss division", _leave_undivided)
     wrap("loss scale", _keep_undivided)
-    wrap("loss", _note_loss)
+    wrap("gradient", _weigh_losses)
     wrap("mean", _weigh_scalar)
-    # What is divided by a global batch is to be summed.
-    wrap("average loss", _note_average)
+    wrap("clip by global norm", _clip_those_of_all)
+    wrap("clip by norm", _clip_that_of_all)
+    wrap("clip by value", _clip_that_of_all)
+    wrap("global norm", _clip_those_of_all)
 
 
 # They clip what was exchanged, without a strategy.
@@ -324,7 +329,7 @@ def _leave_undivided(original: Callable[..., Any], value: Any) -> Any:
     share = _share_of(tf.distribute.get_strategy())
     if share is None:
         return original(value)
-    if share.leave_undivided():
+    if share.leaves_undivided:
         return value
     divided = original(value)
     share.note_divided(divided)
@@ -333,9 +338,39 @@ def _leave_undivided(original: Callable[..., Any], value: Any) -> Any:
 
 def _keep_undivided(original: Callable[..., Any], value: Any) -> Any:
     share = _share_of(tf.distribute.get_strategy())
-    if share is not None and share.undivided:
-        return value
-    return original(value)
+    undivided = share is not None and share.leaves_undivided
+    return value if undivided else original(value)
+
+
+def _weigh_losses(
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    args = tape, target, sources, output_gradients, unconnected_gradients
+    return original(*args) if share is None else share.gradient(original, *args)
+
+
+def _clip_those_of_all(
+    original: Callable[..., Any], t_list: Any, *args: Any, **kwargs: Any
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None and isinstance(t_list, list | tuple):
+        t_list = share.clipping(t_list)
+    return original(t_list, *args, **kwargs)
+
+
+def _clip_that_of_all(
+    original: Callable[..., Any], t: Any, *args: Any, **kwargs: Any
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None:
+        (t,) = share.clipping([t])
+    return original(t, *args, **kwargs)
 
 
 def _weigh_scalar(
@@ -349,40 +384,4 @@ def _weigh_scalar(
         return original(metric, values, sample_weight)
     if sample_weight is None and host.is_function_of_user(metric):
         share.tell_batchwise(metric.name)
-    weight = share.weight_of_mean(sample_weight)
-    return original(metric, share.whole_of(values), weight)
-
-
-def _note_average(
-    original: Callable[..., Any],
-    per_example_loss: Any,
-    sample_weight: Any = None,
-    global_batch_size: Any = None,
-) -> Any:
-    share = _share_of(tf.distribute.get_strategy())
-    if share is not None and global_batch_size is not None:
-        share.note_loss("sum", lambda: None)
-    return original(per_example_loss, sample_weight, global_batch_size)
-
-
-def _note_loss(
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
-    reduction: Any = "sum_over_batch_size",
-    dtype: Any = None,
-) -> Any:
-    share = _share_of(tf.distribute.get_strategy())
-    if share is not None:
-        weights = sample_weight if reduction == "mean_with_sample_weight" else None
-        kind = {"sum": "sum", "none": "none", None: "none"}.get(reduction, "rows")
-        if kind == "rows" and (weights is not None or mask is not None):
-            kind = "own"
-
-        def counted() -> Any:
-            ones = tf.ones_like(values)
-            return original(ones, weights, mask, "sum", dtype)
-
-        share.note_loss(kind, counted)
-    return original(values, sample_weight, mask, reduction, dtype)
+    return original(metric, *share.weighed_mean(values, sample_weight))

@@ -565,12 +565,20 @@ def changed_by_steps(model: keras.Model) -> list[Any]:
     """Return what a step may change beside what is trained, of this worker.
 
     Variables of metrics, of layers, and those of TensorFlow that are attributes;
-    without the states of random generators.
+    without the states of random generators, and statistics of the rows of all workers.
     """
+    shared = {
+        id(variable): plain(variable)
+        for layer in layers_within(model)
+        if getattr(layer, "synchronized", False) is True
+        for variable in layer.non_trainable_variables
+    }
     found = [v for v in model.non_trainable_variables if v.name != _SEEDS]
+    found = [v for v in found if id(v) not in shared]
     values = [*map(_own_component, found), *metric_variables(model)]
     known = {id(value) for value in values}
     known |= {id(plain(v)) for v in model.trainable_variables}
+    known |= {id(value) for value in shared.values()}
     plain_ones = _held(model, tf.Variable, keras.Layer)
     return values + [v for v in plain_ones if id(v) not in known]
 

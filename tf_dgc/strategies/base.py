@@ -32,6 +32,7 @@ from tf_dgc.strategies import adopted, compared, files, fits, handed_over, rando
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
+from tf_dgc.strategies.replicas import Replicas
 from tf_dgc.strategies.share import Share
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
@@ -107,10 +108,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of workers, N; who reads it in a step divides a loss by it."""
-        if self.share is not None:
-            self.share.note_division()
-        return self._mesh.replicas
+        """Number of workers, N; a loss divided by it counts as if it were not."""
+        workers = self._mesh.replicas
+        if self.share is None:
+            return workers
+        self.share.note_asked()
+        return Replicas(workers)
 
     @property
     def is_chief(self) -> bool:
@@ -351,6 +354,38 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         step = functools.partial(super().run, fn, kwargs=kwargs, options=options)
         return self.own_batches.predict(args, step)
 
+    def exchange(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of all workers, before an optimizer applies them.
+
+        For a `train_step` that looks at them, as by their norm. The optimizer applies
+        what is made of them without exchanging it once more. All workers call this.
+
+        Args:
+            gradients: all that `tape.gradient` has returned for a list of variables:
+                tensors of any shape, `tf.IndexedSlices`, or None.
+
+        Returns:
+            Gradients of the same shapes, as one process computes them. In steps that
+            are a worker's own, as of ParameterAveragingStrategy, those that were given.
+
+        Raises:
+            RuntimeError: no step of a model runs.
+            ValueError: they are not of this step, or the strategy compresses them.
+        """
+        if self.share is None:
+            return list(gradients)
+        if self.share.model is None:
+            raise RuntimeError(
+                "`strategy.exchange` must be called in a step of a model, as its "
+                "`train_step`, which `fit` runs"
+            )
+        if isinstance(self._config, DGCConfig):
+            raise ValueError(
+                "`strategy.exchange` must not be called with DGCConfig: workers send a "
+                "part of each gradient. DGCConfig(clip_norm=...) clips them"
+            )
+        return self.share.exchanged(gradients)
+
     def _warn(self, warnings: Sequence[str]) -> None:
         """Give each warning once."""
         for warning in warnings:
@@ -375,6 +410,15 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
                 self.extended.refuse_foreign(variable)
+        if self.share is not None and self.share.is_done([v for _, v in pairs]):
+            done = [(g, v) for g, v in pairs if g is not None]
+            found = Update([g for g, _ in done], [False] * len(done))
+            variables = [v for _, v in done]
+            with self._exchanged():
+                step.apply(
+                    optimizer, found, variables, learning_rate, update, self._clips_sum
+                )
+            return
         part = self._part(optimizer, pairs, learning_rate)
         whole = 1 if part is None else part.whole
         pairs, own = self._without_parts(optimizer, pairs, whole)
@@ -395,7 +439,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Return what gradients count, and the witness of the batch they are of."""
         part = None
         if self.share is not None:
-            part = self.share.part(optimizer, learning_rate)
+            part = self.share.part(optimizer, learning_rate, [v for _, v in pairs])
         if part is None:
             return None
         witness = self.extended.witness

@@ -25,7 +25,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Defer an optimizer's reduction to its merge_call; do any other."""
         if not isinstance(value, list) or _host.keras.calling_optimizer() is None:
-            return super().all_reduce(reduce_op, value, options)
+            if (share := getattr(self.strategy, "share", None)) is not None:
+                value = share.counted(value)
+            return self._met(super().all_reduce(reduce_op, value, options))
         local = [
             tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in value
         ]
@@ -37,7 +39,14 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         share = self.strategy.share
         if share is not None and isinstance(axis, int) and axis == 0:
             value = tf.nest.map_structure(share.rows_in_step, value)
-        return super().all_gather(value, axis, options)
+        return self._met(super().all_gather(value, axis, options))
+
+    def _met(self, found: Any) -> Any:
+        share = getattr(self.strategy, "share", None)
+        if share is not None:
+            for tensor in tf.nest.flatten(found):
+                share.note_meeting(tensor)
+        return found
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None

@@ -23,7 +23,6 @@ from tf_dgc.servers import tables
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 from tf_dgc.strategies import (
-    division,
     embeddings,
     files,
     on_servers,
@@ -279,7 +278,9 @@ class DownpourStrategy(BaseStrategy):
         """Note what a gradient weighs: rows of a model's batch; 1 in other loops."""
         rows = None
         if model is not None:
-            if sums := division.sums_of(model):
+            given = tf.nest.flatten(getattr(model, "loss", None))
+            sums = [v for v in given if getattr(v, "reduction", None) == "sum"]
+            if sums:
                 raise ValueError(
                     "Losses must not have reduction='sum' with DownpourConfig("
                     "synchronous=True), which takes means over the rows of all "

@@ -1,33 +1,33 @@
 """What the batch of a model's step is to this worker, and what its gradients count.
 
-Axis: N workers. A loss is a mean of a worker's n rows, or what was divided or summed:
+Axis: N workers. The loss of a step is read in the operations by which it was computed,
+see `losses.py`. Of a worker's n rows its gradient g counts in the exchange
 
-    sum of (n / sum of n) * g         a mean
-    sum of (n / sum of n) * N * g     the loss was divided by N, by Keras or the user
-    sum of g                          it was not a mean, but a sum of rows
+    sum of (n / sum of n) * g         where the loss is a mean of rows
+    sum of g                          where it is a sum, or anything else, of which the
+                                      sums over all rows were exchanged before
 
-Keras would divide its own means by N, so that plain sums would do if all had as many
-rows. It is kept from that, so that what is added to them, or told by a metric, is what
-one process computes; unless the step divides or adds up something itself.
-
-Where a loss is divided by less than all rows, as with masks, n is what it is divided
-by. A worker without rows computes with a row of zeros, which counts nothing.
+Keras would divide its own means by N. It is kept from that in steps of models, so that
+what is added to them, or told by a metric, is what one process computes. A worker
+without rows computes with a row of zeros, which counts nothing.
 """
 
 import collections
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, bands
+from tf_dgc import _host, bands, values
 from tf_dgc.exchanges import Part
-from tf_dgc.strategies import division, slicing
+from tf_dgc.strategies import slicing
 from tf_dgc.strategies.logs import Logs
-from tf_dgc.transports import Transport
+from tf_dgc.strategies.losses import BY_ROWS, DONE, SUMMED, Losses, NotKnown
+from tf_dgc.strategies.readings import Reading
+from tf_dgc.transports import Transport, sums
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -54,19 +54,24 @@ class Share:
         own = tf.VariableSynchronization.NONE
         # What is done next depends on them.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._rows, self._counted, self._usual = (
+            self._rows, self._usual = (
                 tf.Variable(value, trainable=False, synchronization=own)
-                for value in (1.0, 1.0, 0.0)
+                for value in (1.0, 0.0)
             )
         self.logs = Logs(transport)
         self._model: keras.Model | None = None  # whose step runs
-        self._leaves = self._left = False  # whether means of Keras are not divided
         self._by_keras: collections.deque[Any] = collections.deque(maxlen=8)
         self._may_be_empty = False
-        self._divided = False  # whether anybody has asked for N in this step
-        self._losses: list[str] = []  # kinds, in this step; see `note_loss`
+        self._losses: Losses | None = None  # of the step that runs
+        self._ways: dict[int, str] = {}  # by variable: how gradients become one
+        self._way = BY_ROWS  # of the gradients that are computed now
+        self._meets = False  # whether workers meet in the forward pass
+        self._shares: dict[Any, tf.Tensor] = {}  # of the rows, by graph
+        # Gradients that were computed together, and what they belong to.
+        self._computed: list[tuple[list[Any], list[Any]]] = []
+        self._early: dict[int, Any] = {}  # gradients of all, by this worker's
+        self._before: dict[int, str] = {}  # ways of those that were exchanged
         self._said: set[str] = set()
-        self._factors: dict[Any, tf.Tensor] = {}  # of the step that runs
         self._small_steps = SmallSteps()
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -90,22 +95,23 @@ class Share:
         args = slicing.as_tensors(args)
         rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
-        self._model, self._divided, self._losses = model, False, []
-        self._factors = {}
-        function = _host.keras.function_of(method)
-        self._leaves = not division.is_left_to_keras(model, function)
-        self._left = False
+        self._model, self._meets = model, False
+        self._forget()
+        name = _host.keras.function_of(method).__name__
 
-        trains = function.__name__ == "train_step" and not self._local
+        trains = name == "train_step" and not self._local
+
+        def read(args: Any) -> Any:
+            return self._read(args, step)
 
         def run() -> Any:
             if self._may_be_empty:
-                result, _, flow = run_with_a_row(model, args, step)
+                result, _, flow = run_with_a_row(model, args, read)
             elif not trains or (tf.executing_eagerly() and model in self._followed):
-                return step(args)
+                return read(args)
             else:
                 with _host.flow.Flow([args]) as flow:
-                    result = step(args)
+                    result = read(args)
             if trains:
                 self._followed.add(model)
                 self._tell_what_parts(model, flow)
@@ -115,10 +121,41 @@ class Share:
             self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
             if self._local:
                 self._small_steps.note(~self.empty)
-            return self.logs.noted(model, function.__name__ == "test_step", run)
+            return self.logs.noted(model, name == "test_step", run)
         finally:
-            self._model, self._may_be_empty = None, False
-            self._factors = {}
+            self._model, self._losses, self._may_be_empty = None, None, False
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was known of a step."""
+        self._ways, self._before, self._shares = {}, {}, {}
+        self._computed, self._early = [], {}
+
+    def _read(self, args: Any, step: Callable[[Any], Any]) -> Any:
+        """Run a step, so that its losses can be read."""
+        size = self._transport.size
+        self._losses = Losses(Reading(*slicing.tensors_of(args)), size, self._total)
+        with _host.operations.recorded():
+            logs = step(args)
+            if not isinstance(logs, Mapping):
+                return logs
+            return {name: self._told(value) for name, value in logs.items()}
+
+    def _told(self, value: Any) -> Any:
+        """Return a number of logs as one process has it, but for means of rows."""
+        if not isinstance(value, tf.Tensor) or value.shape.rank != 0:
+            return value
+        if not value.dtype.is_floating or self._local:
+            return value
+        return self._whole(value)[0]
+
+    def _total(self, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return sums over the rows of all workers; in a local step an estimate."""
+        if self._local:
+            return [self._transport.size * each for each in numbers]
+        if _host.tensorflow.is_in_branch():
+            raise NotKnown(_host.operations.own_line())
+        return self._transport.all_reduce(self.counted(numbers), "loss_sums")
 
     @property
     def model(self) -> keras.Model | None:
@@ -152,6 +189,9 @@ class Share:
 
         Those of parts are of the rows of all workers.
         """
+        if self._model is None:
+            return gradients
+        gradients = self._of_one_way(gradients, variables)
         if not self._may_be_empty:
             return gradients
         empty = self.empty
@@ -163,8 +203,25 @@ class Share:
             return tf.where(empty, tf.zeros_like(gradient), gradient)
 
         return [
-            g if g is None or bands.is_split(v) else or_zero(g)
+            g if g is None or bands.is_split(v) or self.is_done([v]) else or_zero(g)
             for g, v in zip(gradients, variables, strict=True)
+        ]
+
+    def _of_one_way(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return gradients that become one with those of others in the same way."""
+        keys = [id(_host.keras.plain(v)) for v in variables]
+        for key, gradient in zip(keys, gradients, strict=True):
+            if self._ways.get(key) == DONE and self._is_own(gradient):
+                self._ways[key] = self._before[key]
+        ways = [self._ways.get(key, BY_ROWS) for key in keys]
+        if len(set(ways)) <= 1:
+            return gradients
+        self._ways |= dict.fromkeys(keys, SUMMED)
+        return [
+            self._converted(g, way, SUMMED)
+            for g, way in zip(gradients, ways, strict=True)
         ]
 
     def all_finite(
@@ -183,7 +240,7 @@ class Share:
     # Parts of weights, of which no other worker has a gradient.
 
     def factors(self) -> tf.Tensor:
-        """Return what the rows of each worker count in a mean over all.
+        """Return what the rows of each worker count in the gradients of all.
 
         All workers call this, in a step. What is applied of gradients is multiplied by
         `Part.whole`, as elsewhere.
@@ -191,83 +248,233 @@ class Share:
         Returns:
             shape [N], float32; 0 for a worker without rows.
         """
+        if self._model is None or self._way == SUMMED:
+            return tf.fill([self._transport.size], 1.0 / self._transport.size)
+        return self._shares_of_rows()
 
-        def shares() -> tf.Tensor:
-            found = self._transport.all_gather(self._weight(), "row_weights")
-            return tf.math.divide_no_nan(found, tf.reduce_sum(found))
-
-        if self._model is None:
-            return shares()
+    def _shares_of_rows(self) -> tf.Tensor:
+        """Return the share of each worker in the rows of all: shape [N], float32."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        key = (graph, self._sums_rows, *self._losses)
-        if key not in self._factors:
-            self._factors[key] = shares()
-        return self._factors[key]
+        if graph not in self._shares:
+            found = self._transport.all_gather(self._weight(), "row_weights")
+            total = tf.reduce_sum(found)
+            self._shares[graph] = tf.math.divide_no_nan(found, total)
+        return self._shares[graph]
 
     def _weight(self) -> tf.Tensor:
         """Return what this worker's rows count; see `Part`."""
-        if self._sums_rows:
-            return tf.ones([])
-        counted = self._counted if self._counts_own else self._rows
-        return tf.where(self.empty, 0.0, counted.read_value())
+        return tf.where(self.empty, 0.0, self._rows.read_value())
 
-    @property
-    def _sums_rows(self) -> bool:
-        """Whether gradients are of sums over rows, or not of a model's step."""
-        if self._model is None:
-            return True
-        stock = self._divided or _host.keras.has_step_of_keras(self._model)
-        return "sum" in self._losses or (stock and set(self._losses) == {"none"})
+    def note_asked(self) -> None:
+        """Note that a script asks for N; it may divide by it in the step that runs."""
+        if self._losses is not None and not _host.operations.called_by_library():
+            self._losses.reading.asked = self._transport.size
 
-    @property
-    def _counts_own(self) -> bool:
-        return "own" in self._losses and len(self._losses) == 1
+    def counted(self, value: Any) -> Any:
+        """Return what this worker adds to a sum over all: nothing without rows."""
+        if not self._may_be_empty:
+            return value
+        empty = self.empty
+        return tf.nest.map_structure(
+            lambda each: tf.where(empty, tf.zeros_like(each), each),
+            value,
+            expand_composites=True,
+        )
+
+    def note_meeting(self, tensor: Any) -> None:
+        """Note that workers meet in the forward pass, and get the same tensor."""
+        if self._losses is not None:
+            self._meets = True
+            self._losses.reading.note_same(tensor)
 
     # Losses.
 
-    def note_division(self) -> None:
-        """Note that somebody divides by N, in the step that runs."""
-        self._divided = True
-        self._refuse_what_is_left()
-
-    def leave_undivided(self) -> bool:
-        """Tell whether Keras is to leave a loss, which it asks for, as it is."""
-        if not self._leaves or not self.undivided:
-            return False
-        self._left = True
-        return True
-
     @property
-    def undivided(self) -> bool:
-        """Whether a step runs whose loss is a mean that nobody divides by N."""
-        means = self._model is not None and "sum" not in self._losses
-        return means and not self._divided
+    def leaves_undivided(self) -> bool:
+        """Whether Keras is to leave its losses as they are: in steps of models."""
+        return self._model is not None
 
-    def _refuse_what_is_left(self) -> None:
-        if self._model is None or not self._left:
-            return
-        raise RuntimeError(
-            "What a step divides by the number of workers, or adds up, must not come "
-            "after a mean of Keras, which is divided only where the step is known to "
-            f"do so. Received: a step of {self._model.name!r}. Read "
-            "`strategy.num_replicas_in_sync` in its first line"
-        )
-
-    def note_loss(self, kind: str, counted: Callable[[], tf.Tensor]) -> None:
-        """Note by what a loss is divided.
+    def gradient(
+        self,
+        original: Callable[..., Any],
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any,
+        unconnected: Any,
+    ) -> Any:
+        """Compute gradients of a loss, so that those of all workers can become one.
 
         Args:
-            kind: "rows", "own" for something that `counted` returns, "sum" where it is
-                a sum, "none" where it is one loss for each row.
-            counted: returns a tensor of shape [].
+            original: `tf.GradientTape.gradient`.
+            tape: of the user.
+            target: see there, and for what follows.
+            sources: what is trained, or anything.
+            output_gradients: of the target.
+            unconnected: what is returned where there is none.
         """
-        if self._model is None:
-            return
-        self._losses.append(kind)
-        if kind == "sum":
-            self._refuse_what_is_left()
-        if kind == "own":
-            self._counted.assign(tf.cast(counted(), tf.float32))
+        flat = tf.nest.flatten(sources)
+        trained = [_host.keras.plain(v) for v in flat]
+        trains = any(isinstance(each, tf.Variable) for each in trained)
+        targets = tf.nest.flatten(target)
+        simple = trains and all(isinstance(each, tf.Tensor) for each in targets)
+        if self._losses is None or not simple:
+            return original(tape, target, sources, output_gradients, unconnected)
+        way, targets, upstream = self._weighed(self._losses, targets, output_gradients)
+        self._way = way  # for the backward passes of layers
+        found = original(tape, targets, sources, upstream, unconnected)
+        self._way = BY_ROWS
+        ways = [self._ways.setdefault(id(v), way) for v in trained]
+        pairs = zip(tf.nest.flatten(found), ways, strict=True)
+        gradients = [self._converted(gradient, way, to) for gradient, to in pairs]
+        self._computed.append((gradients, trained))
+        return tf.nest.pack_sequence_as(found, gradients)
+
+    def _weighed(
+        self, losses: Losses, targets: list[Any], given: Any
+    ) -> tuple[str, list[Any], Any]:
+        """Return the way of gradients, what they are of, and what that counts."""
+        size = float(self._transport.size)
+        way = losses.way_of(targets)
+        if way is None:
+            try:
+                if given is not None:
+                    raise NotKnown(_host.operations.own_line())
+                whole = losses.whole(targets)
+            except NotKnown as error:
+                self._say_unknown(error.line or _host.operations.own_line())
+                way = BY_ROWS, 0
+            else:
+                if not self._local:
+                    return SUMMED, whole.targets, whole.upstream
+                return BY_ROWS, whole.targets, [size * each for each in whole.upstream]
+        kind, power = way
+        scale: Any = size**-power
+        if self._meets and not self._local:
+            own = tf.where(self.empty, 0.0, 1.0)
+            if kind == BY_ROWS:
+                own = self._shares_of_rows()[self._transport.rank]
+            kind, scale = SUMMED, scale * own
+        if isinstance(scale, float) and scale == 1.0:
+            return kind, targets, given
+        given = [None] * len(targets) if given is None else tf.nest.flatten(given)
+        upstream = [
+            tf.cast(scale, t.dtype) * (tf.ones_like(t) if g is None else g)
+            for t, g in zip(targets, given, strict=True)
+        ]
+        return kind, targets, upstream
+
+    def _converted(self, gradient: Any, way: str, to: str) -> Any:
+        """Return a gradient that becomes one with those of others in another way."""
+        if gradient is None or way == to or self._local:
+            return gradient
+        share = self._shares_of_rows()[self._transport.rank]
+        by = share if to == SUMMED else tf.math.divide_no_nan(1.0, share)
+        return values.scaled(gradient, by)
+
+    def _say_unknown(self, line: str) -> None:
+        self._say(
+            f"A loss{f' at {line}' * bool(line)} is made of something else than sums "
+            "and means over rows: its gradient counts as that of a mean of each "
+            "worker's rows, which one process may compute otherwise"
+        )
+
+    # Gradients that are exchanged before they are applied.
+
+    def is_done(self, variables: Sequence[Any]) -> bool:
+        """Tell whether the gradients of variables are those of all workers."""
+        keys = [id(_host.keras.plain(v)) for v in variables]
+        return bool(keys) and all(self._ways.get(key) == DONE for key in keys)
+
+    def exchanged(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of all workers; they are not exchanged again.
+
+        Raises:
+            ValueError: they are not of this step.
+        """
+        if self._local:  # a step is this worker's alone
+            return list(gradients)
+        variables = self._variables_of(gradients)
+        if variables is None or any(bands.is_split(v) for v in variables):
+            raise ValueError(
+                "`gradients` must be those that `tape.gradient` has returned in this "
+                "step, all of them, of layers that are not split. Received: "
+                f"{len(gradients)} gradients"
+            )
+        if self.is_done(variables):
+            return list(gradients)
+        rank = self._transport.rank
+        weighed = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            way = self._ways.get(id(variable), BY_ROWS)
+            if gradient is not None and way == BY_ROWS:
+                gradient = values.scaled(gradient, self._shares_of_rows()[rank])
+            weighed.append(gradient)
+        given = [g for g in self.counted(weighed) if g is not None]
+        found = iter(sums.dense(self._transport, given, "early").gradients)
+        for variable in variables:
+            key = id(variable)
+            self._before[key] = self._ways.get(key, BY_ROWS)
+            self._ways[key] = DONE
+        done = [None if g is None else next(found) for g in gradients]
+        for own, all_ in zip(gradients, done, strict=True):
+            pairs = zip(_parts_of(own), _parts_of(all_), strict=True)
+            self._early |= {id(one): other for one, other in pairs}
+        self._computed.append((done, variables))
+        return done
+
+    def _is_own(self, gradient: Any) -> bool:
+        """Tell whether a gradient is made of this worker's, not of those of all."""
+        done = {id(each) for each in self._early.values()}
+        waiting, seen = _parts_of(gradient), set(done)
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in seen:
+                continue
+            if id(tensor) in self._early:
+                return True
+            seen.add(id(tensor))
+            known = isinstance(tensor, tf.Tensor)
+            operation = _host.operations.of(tensor) if known else None
+            waiting.extend([] if operation is None else operation.inputs)
+        return False
+
+    def _variables_of(self, gradients: Sequence[Any]) -> list[Any] | None:
+        """Return what gradients belong to, or what they were made of, in this step."""
+
+        def alike(one: Any, other: Any) -> bool:
+            if one is None or other is None:
+                return one is other
+            kinds = [isinstance(each, tf.IndexedSlices) for each in (one, other)]
+            return kinds[0] == kinds[1] and one.shape == other.shape
+
+        for computed, variables in reversed(self._computed):
+            if len(computed) == len(gradients) and all(map(alike, computed, gradients)):
+                return variables
+        return None
+
+    def clipping(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of all workers where a step clips its own."""
+        given = [
+            tf.convert_to_tensor(g) if isinstance(g, tf.Variable) else g
+            for g in gradients
+        ]
+        own = {id(g) for g in given if g is not None}
+        whole = next((c for c, _ in self._computed if own & {id(g) for g in c}), None)
+        several = len(given) > 1 and self._variables_of(given) is not None
+        if self._local or not own or (whole is None and not several):
+            return given
+        if not self.clips_sum:
+            line = _host.operations.own_line()
+            self._say(
+                f"Gradients are clipped{f' at {line}' * bool(line)} before they are "
+                "exchanged: each worker clips its own. DGCConfig(clip_norm=...) clips "
+                "those of all, or leave it to the optimizer"
+            )
+            return given
+        if own.isdisjoint(self._early):
+            self.exchanged(given if whole is None else whole)
+        return [self._early.get(id(g), g) for g in given]
 
     # Means in metrics.
 
@@ -275,36 +482,43 @@ class Share:
         """Note a loss that Keras has divided by N."""
         self._by_keras.append(loss)
 
-    def whole_of(self, value: Any) -> Any:
-        """Return a number as one process has it, where Keras has divided it by N."""
-        divided = any(value is each for each in self._by_keras)
-        return value * self._transport.size if divided else value
-
-    def weight_of_mean(self, given: Any) -> Any:
-        """Return what one number of this worker's rows counts beside those of others.
+    def weighed_mean(self, value: Any, given: Any) -> tuple[Any, Any]:
+        """Return a number for a mean over steps, and what it counts beside others'.
 
         All workers call this in a step.
 
         Args:
-            given: shape []: the rows of which the number is; None for a mean by steps.
+            value: shape []: of this worker.
+            given: shape []: the rows of which it is; None for a mean by steps.
 
         Returns:
-            shape [], float32; or what is given where that is right.
+            The number as one process has it, or what this worker has of it, and its
+            weight: shape [], or what is given where that is right.
         """
-        if self._model is None or self._local or _host.tensorflow.is_in_branch():
-            return given
         workers, rank = self._transport.size, self._transport.rank
-        if given is None:
-            return workers * self.factors()[rank]
-        if not self._counts_own:
-            return given
-        rows = tf.where(self.empty, 0.0, tf.cast(given, tf.float32))
-        told = tf.stack([rows, self._weight()])
-        rows, weights = tf.unstack(
-            self._transport.all_gather(told, "loss_weights"), 2, 1
-        )
-        share = tf.math.divide_no_nan(weights[rank], tf.reduce_sum(weights))
-        return tf.reduce_sum(rows) * share
+        if self._model is None:
+            divided = any(value is each for each in self._by_keras)
+            return (value * workers if divided else value), given
+        if self._local or _host.tensorflow.is_in_branch():
+            return value, given
+        value, is_whole = self._whole(value)
+        if given is None and not is_whole:
+            given = workers * self._shares_of_rows()[rank]
+        return value, given
+
+    def _whole(self, value: Any) -> tuple[Any, bool]:
+        """Return a number as one process has it, and whether it is of all rows."""
+        losses = self._losses
+        if not isinstance(value, tf.Tensor) or losses is None:
+            return value, False
+        way = losses.way_of([value])
+        try:
+            if way is None or way[0] == SUMMED:
+                return losses.whole([value]).value, True
+        except NotKnown:
+            return value, False
+        scale = float(self._transport.size) ** -way[1]
+        return (value * tf.cast(scale, value.dtype) if way[1] else value), False
 
     def tell_batchwise(self, name: str) -> None:
         """Say that a metric of batches is averaged."""
@@ -317,39 +531,34 @@ class Share:
 
     # The exchange.
 
-    def part(self, optimizer: keras.optimizers.Optimizer, rate: Any) -> Part | None:
+    def part(
+        self, optimizer: keras.optimizers.Optimizer, rate: Any, variables: Sequence[Any]
+    ) -> Part:
         """Return what the gradients that an optimizer applies now count.
 
         Args:
             optimizer: of the user.
             rate: its learning rate.
+            variables: that it trains.
         """
         workers, one = self._transport.size, tf.ones([])
         rate = tf.cast(rate, tf.float32)
-        if self._model is None or self._sums_rows:
+        ways = {self._ways.get(id(_host.keras.plain(v)), BY_ROWS) for v in variables}
+        if self._model is None or ways == {SUMMED}:
             return Part(rate, one, workers)
-        if not self._divided and not self._left:
-            self._say_undivided(self._model)
-        whole = workers if self._divided else 1
         if self._local:
             if _host.keras.follows_schedule(optimizer):  # by steps of its own
                 rate = tf.constant(float("nan"))
             has_rows = ~self.empty
             if getattr(optimizer, "gradient_accumulation_steps", None):
                 has_rows = self._small_steps.since_last(optimizer)
-            return Part(rate, tf.where(has_rows, one, 0.0), whole)
+            return Part(rate, tf.where(has_rows, one, 0.0), 1)
         if getattr(optimizer, "gradient_accumulation_steps", None):
-            return Part(rate, one, whole)
-        if not self._counts_own and "own" in self._losses:
-            self._say(
-                "Losses that leave out rows, or what is masked, are weighted by rows "
-                "where there are several of them in a step: shares in which other "
-                "numbers count then differ from one worker's"
-            )
+            return Part(rate, one, 1)
         self._meet()
         with tf.device("CPU:0"):
             weight = self._weight() / self._usual.read_value()
-        return Part(rate, weight, whole)
+        return Part(rate, weight, 1)
 
     def _meet(self) -> None:
         """Agree in the first step on what is usual, so that weights are about 1."""
@@ -361,14 +570,6 @@ class Share:
         with tf.device("CPU:0"):
             unknown = self._usual == 0.0
         tf.cond(unknown, gather, lambda: None)
-
-    def _say_undivided(self, model: keras.Model) -> None:
-        self._say(
-            f"The training step of {model.name!r} divides no loss by the number of "
-            "workers: its gradients are averaged over them, by rows, as of means over "
-            "the rows of each. Where that is not what is meant, read "
-            "`strategy.num_replicas_in_sync` in the step and divide by it"
-        )
 
     def _tell_what_parts(self, model: keras.Model, flow: _host.flow.Flow) -> None:
         """Name what a step keeps of this worker's rows, beside what is trained."""
@@ -436,6 +637,14 @@ def _counter() -> tf.Variable:
     with tf.init_scope(), tf.device("CPU:0"):
         zero = tf.zeros([], tf.int64)
         return tf.Variable(zero, trainable=False, synchronization=own)
+
+
+def _parts_of(gradient: Any) -> list[Any]:
+    """Return a gradient, and the values of one that is sparse."""
+    if gradient is None or isinstance(gradient, tf.Variable | keras.Variable):
+        return []
+    slices = isinstance(gradient, tf.IndexedSlices)
+    return [gradient, gradient.values] if slices else [gradient]
 
 
 def run_with_a_row(

@@ -1,0 +1,69 @@
+"""Number of workers as scripts get it: an int that tensors remember.
+
+A loss that a script divides by it is found again when the loss is read, wherever the
+number was asked for; see `readings.py`.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc import _host
+
+_NAME = "tf_dgc_replicas"
+
+
+class Replicas(int):
+    """Number of workers, N."""
+
+    dtype = "int32"  # Keras asks numbers that are not exactly int
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        """Return a tensor that is known for N."""
+        return _marked(int(self), tf.int32 if dtype is None else dtype, 1)
+
+    def __rtruediv__(self, numerator: Any) -> Any:
+        """Return numerator / N, which is remembered, too."""
+        if tf.is_tensor(numerator):  # which TensorFlow would divide by an int32
+            return numerator / self.__tf_tensor__(numerator.dtype)
+        if isinstance(numerator, int | float):
+            return _Part(float(numerator) / int(self))
+        return numerator / int(self)
+
+    def __reduce__(self) -> Any:
+        """Leave a plain int in files and copies."""
+        return int, (int(self),)
+
+
+class _Part(float):
+    """A number divided by N."""
+
+    dtype = "float32"
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return _marked(float(self), tf.float32 if dtype is None else dtype, -1)
+
+    def __rtruediv__(self, numerator: Any) -> Any:
+        if tf.is_tensor(numerator):
+            return numerator / self.__tf_tensor__(numerator.dtype)
+        return numerator / float(self)
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
+
+
+def _marked(value: Any, dtype: Any, power: int) -> tf.Tensor:
+    tensor = tf.constant(value, dtype, name=f"{_NAME}{power + 1}")
+    if hasattr(tensor, "numpy"):
+        # Equal constants may be one tensor, eagerly.
+        tensor = tf.convert_to_tensor(tensor.numpy())
+        _host.operations.mark(tensor, power)
+    return tensor
+
+
+def power_of(tensor: Any) -> int:
+    """Return the power of N that a tensor is known to have been multiplied by."""
+    if hasattr(tensor, "numpy"):
+        return _host.operations.mark_of(tensor)
+    name = tensor.op.name.rpartition("/")[2] if tensor.op.type == "Const" else ""
+    return int(name[len(_NAME)]) - 1 if name.startswith(_NAME) else 0
