@@ -47,6 +47,7 @@ class Header(NamedTuple):
     read1: Any = 0.0
     read2: Any = 0.0
     read3: Any = 0.0
+    stops: Any = 0.0  # 1 where the worker ends its training
 
 
 READ = "read0", "read1", "read2", "read3"  # fields of a header
@@ -68,12 +69,12 @@ def reads(headers: Header) -> tf.Tensor:
 
 
 def write(header: Header) -> tf.Tensor:
-    """Return a header as a tensor, shape [12], float64."""
+    """Return a header as a tensor, shape [13], float64."""
     return tf.stack([tf.cast(field, tf.float64) for field in header])
 
 
 def read(gathered: tf.Tensor) -> Header:
-    """Return the headers of all workers, given in shape [N, 12]."""
+    """Return the headers of all workers, given in shape [N, 13]."""
     return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
 
 
@@ -84,7 +85,7 @@ def damaged(headers: Header, parameters: int) -> tf.Tensor:
         headers: of all workers.
         parameters: how many a worker has.
     """
-    most = {"done": 1.0, "nonfinite": float(parameters)}
+    most = {"done": 1.0, "stops": 1.0, "nonfinite": float(parameters)}
     wrong = [
         ~((field >= 0.0) & (field <= most.get(name, 2.0**53)) & (field % 1.0 == 0.0))
         for name, field in headers._asdict().items()

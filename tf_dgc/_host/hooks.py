@@ -104,6 +104,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             tells whether a file may be put together in memory;
             "logs": keras/src/trainers/trainer.py: _get_metrics_result_or_logs, which
             takes the logs of a worker's last step where names of metrics do not fit;
+            "batch end", "epoch end": keras.callbacks.CallbackList.on_train_batch_end
+            and on_epoch_end, which are public;
             "steps": keras/src/trainers/epoch_iterator.py: _enumerate_iterator, which
             yields the steps of an epoch and the iterator that they are read from;
             "loss division", "loss scale": keras/src/losses/loss.py:
@@ -153,6 +155,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "clip": (keras.optimizers.Optimizer, "_clip_gradients"),
         "update step": (keras.optimizers.Optimizer, "_distributed_tf_update_step"),
         "logs": (keras.Model, "_get_metrics_result_or_logs"),
+        "batch end": (keras.callbacks.CallbackList, "on_train_batch_end"),
+        "epoch end": (keras.callbacks.CallbackList, "on_epoch_end"),
         "steps": (EpochIterator, "_enumerate_iterator"),
         "loss division": (loss_module, "scale_loss_for_distribution"),
         "loss scale": (loss_module, "unscale_loss_for_distribution"),

@@ -20,7 +20,7 @@ from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.figures import RoundStats, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.ledger import Ledger
-from tf_dgc.exchanges.parts import Part, refuse_other_data
+from tf_dgc.exchanges.parts import Ballot, Part, refuse_other_data
 from tf_dgc.transports import handshake
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
@@ -119,6 +119,7 @@ class Averaged(Exchange):
         self._settled = Mark(0, -1)  # of statistics that are none: they may have moved
         self._resumed = False
         self._first = True  # no gradients yet
+        self._ballot: Ballot | None = None
 
     def meets(self, other: "Averaged") -> bool:
         """Tell whether another exchange has some variable of this one."""
@@ -167,6 +168,7 @@ class Averaged(Exchange):
         if part is not None:
             self._rate.assign(tf.cast(part.rate, tf.float64))
             self._note_read(part)
+            self._ballot = part.ballot
         first = self.config.synchronous_steps
         nothing = tf.zeros([2], tf.int64)
 
@@ -237,6 +239,7 @@ class Averaged(Exchange):
             self.loss,
             self._rate,
             *tf.unstack(self._read.read_value()),
+            0.0 if self._ballot is None else self._ballot.own,
         )
         gathered = self.transport.all_gather(
             averaging.write(header), f"{self.name}.round"
@@ -247,7 +250,10 @@ class Averaged(Exchange):
             headers = averaging.Header(*[tf.identity(field) for field in headers])
         alike = refuse_other_data(averaging.reads(headers), self._components)
         with tf.control_dependencies([alike]):
-            return averaging.Header(*[tf.identity(field) for field in headers])
+            headers = averaging.Header(*[tf.identity(field) for field in headers])
+        if self._ballot is not None:
+            self._ballot.last.assign(tf.cast(headers.stops, tf.float32))
+        return headers
 
     def average(self, headers: averaging.Header, parameters: bool) -> None:
         """Average statistics and, if told so, parameters; the next period begins."""

@@ -14,6 +14,13 @@ from tf_dgc.values import first_true, require, scaled
 _ROUNDING = 1e-5  # of numbers that may come from other processors
 
 
+class Ballot(NamedTuple):
+    """Votes on the end of training, which travel with the gradients of each step."""
+
+    own: tf.Variable  # 1 where this worker ends its training, else 0; [], float32
+    last: tf.Variable  # of all workers, in the last step; [N], float32
+
+
 class Part(NamedTuple):
     """What a worker's gradients g count: the sum is of whole * w / (sum of w) * g."""
 
@@ -23,6 +30,7 @@ class Part(NamedTuple):
     # Numbers of the batch of all workers: shape [K], float32, on the host.
     witness: tf.Tensor | None = None
     components: Any = None  # shape [K], string: names of what these are of
+    ballot: Ballot | None = None
 
 
 class Told(NamedTuple):
@@ -32,6 +40,9 @@ class Told(NamedTuple):
     nonfinite: tf.Tensor  # of each worker; shape [N], float32, on the host
     factor: tf.Tensor  # of this worker's gradients; shape [], float32, on the host
     sent: tf.Tensor  # bytes and elements, shape [2], int64
+
+
+_STOPS = 0.5
 
 
 def weighed_sum(
@@ -56,6 +67,9 @@ def weighed_sum(
         tf.errors.InvalidArgumentError: learning rates differ, or the batches that
             workers have read; on all workers.
     """
+    ballot = None if part is None else part.ballot
+    if ballot is not None:  # in the same number, which is whole without
+        nonfinite = tf.cast(nonfinite, tf.float32) + _STOPS * ballot.own.read_value()
     own = [nonfinite] if part is None else [nonfinite, part.rate, part.weight]
     if part is not None:
         gradients = _all_scaled(gradients, part.weight)
@@ -71,6 +85,10 @@ def weighed_sum(
         if witness is not None:
             votes, witnesses = tf.split(votes, [len(own), -1], axis=-1)
         flags, *others = tf.unstack(votes, len(own), axis=-1)
+        if ballot is not None:
+            whole = tf.floor(flags)
+            ballot.last.assign(tf.cast(flags > whole, tf.float32))
+            flags = whole
         if part is None:
             return Told(found.gradients, flags, tf.ones([]), found.sent)
         rates, weights = others

@@ -34,6 +34,7 @@ from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.strategies.replicas import Replicas
 from tf_dgc.strategies.share import Share
+from tf_dgc.strategies.stopping import Stopping
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
 from tf_dgc.transports.resolver import cluster_resolver
@@ -68,6 +69,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models, once
         self.share: Share | None = None  # of a step, where there are several workers
         self.own_batches: OwnBatches | None = None
+        self.stopping: Stopping | None = None
         record = {
             "strategy": type(self).__name__,
             "tf_dgc": __version__,
@@ -90,6 +92,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             clips_sum = not isinstance(config, DGCConfig)
             self.share = Share(self._transport, clips_sum, not self.lockstep)
             self.own_batches = OwnBatches(self._transport)
+            self.stopping = Stopping(self._transport, self._ledger, self.settle)
             self.extended.share_seed()
             atexit.register(self.extended.warn_if_unused)
 
@@ -442,6 +445,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             part = self.share.part(optimizer, learning_rate, [v for _, v in pairs])
         if part is None:
             return None
+        if self.stopping is not None:
+            part = part._replace(ballot=self.stopping.ballot)
         witness = self.extended.witness
         given = [g for g, _ in pairs if g is not None]
         # Nothing else tells TensorFlow that a step which reads its batch itself reads

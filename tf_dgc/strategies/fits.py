@@ -15,7 +15,7 @@ import keras
 from tf_dgc import _host
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """A call of `fit`, `evaluate` or `predict`."""
 
     what: str
@@ -24,7 +24,7 @@ class _Run(NamedTuple):
     several: bool  # whether several workers take part
 
 
-_running: list[_Run] = []
+_running: list[Run] = []
 _entering = threading.Lock()
 
 
@@ -43,6 +43,12 @@ def install(is_own: Callable[[Any], bool]) -> None:
 
 
 _is_own: list[Callable[[Any], bool]] = []
+
+
+def current() -> Run | None:
+    """Return what this thread runs, the innermost where one runs within another."""
+    thread = threading.current_thread()
+    return next((e for e in reversed(_running) if e.thread is thread), None)
 
 
 def may_be_outside() -> bool:
@@ -107,7 +113,7 @@ def _noted(what: str, model: keras.Model) -> Iterator[None]:
         yield
         return
     several = getattr(strategy, "share", None) is not None
-    run = _Run(what, model, threading.current_thread(), several)
+    run = Run(what, model, threading.current_thread(), several)
     with _entering:
         others = [each for each in _running if each.thread is not run.thread]
         # Workers of a transport between threads are apart.
@@ -125,7 +131,7 @@ def _rank_of(model: keras.Model) -> Any:
     return getattr(_host.keras.strategy_of(model), "rank", None)
 
 
-def _refuse(run: _Run, other: _Run) -> None:
+def _refuse(run: Run, other: Run) -> None:
     raise RuntimeError(
         "Several workers train one model at a time: in which order threads come, no "
         f"other worker knows. Received: `{run.what}` of {run.model.name!r} in thread "

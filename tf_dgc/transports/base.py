@@ -4,6 +4,7 @@ Axis: N workers, one process each, numbered by rank.
 """
 
 import abc
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -206,6 +207,16 @@ class Transport(abc.ABC):
         """
         (count,) = self.all_reduce([tf.cast(own, tf.int32)], name)
         return tf.equal(count, self.size)
+
+    def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this worker has no more batches.
+
+        What it waits for in there, others know when they wait elsewhere.
+
+        Args:
+            batches: how many it had in the epoch.
+        """
+        return contextlib.nullcontext()
 
     def barrier(self) -> None:
         """Wait, eagerly, until every worker has come here."""

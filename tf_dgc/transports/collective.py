@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, ending, rendezvous
-from tf_dgc.transports.turnstile import Turnstile
+from tf_dgc.transports.turnstile import END, Turnstile
 from tf_dgc.transports.watchdog import DONE, STEP, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
@@ -180,6 +180,10 @@ class CollectiveTransport(base.Transport):
         result.set_shape(tensor.shape)
         return result
 
+    def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this worker has no more batches."""
+        return self._turnstile.at_end(batches)
+
     def _leave(self) -> None:
         """Stay for those who still fetch something or do not end; if this failed, tell.
 
@@ -253,6 +257,8 @@ class CollectiveTransport(base.Transport):
         self._places |= dict.fromkeys(self._done(), DONE)
         places = {*self._places.values()}
         elsewhere = DONE in places or len(places - {STEP}) > 1
+        # Whose data have ended waits eagerly for all, none of whom is in a step then.
+        elsewhere |= STEP in places and any(e.startswith(END) for e in places)
         return elsewhere and int(self._turnstile.calls.numpy()) == calls
 
     def _done(self) -> list[int]:

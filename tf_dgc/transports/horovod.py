@@ -1,5 +1,6 @@
 """Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -222,6 +223,10 @@ class HorovodTransport(base.Transport):
             result = restore(tf.reshape(received, tf.shape(tensor)))
         result.set_shape(tensor.shape)
         return result
+
+    def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this worker has no more batches."""
+        return self._turnstile.at_end(batches)
 
     def _call(
         self, name: str, operation: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor

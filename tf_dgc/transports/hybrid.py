@@ -1,6 +1,7 @@
 """Dense tensors through TensorFlow's collectives, others through Horovod."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -48,6 +49,12 @@ class HybridTransport(base.Transport):
         self._sparse = HorovodTransport(timeout=timeout)
         self.timeout, self.rank, self.size = timeout, rank, size
         self.device, self.addresses = self._dense.device, addresses
+
+    @contextlib.contextmanager
+    def at_end(self, batches: int) -> Iterator[None]:
+        """Return a context in which this worker has no more batches."""
+        with self._dense.at_end(batches), self._sparse.at_end(batches):
+            yield
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers by TensorFlow's collectives."""

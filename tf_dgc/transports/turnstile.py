@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+END = "end"  # in the place of names of collectives, before a number of batches
+
 
 class Turnstile:
     """Orders collectives as the program does, on every worker alike.
@@ -18,6 +20,7 @@ class Turnstile:
     """
 
     place: str | None = None
+    _end: str | None = None
 
     def __init__(self) -> None:
         """Create the counter. This starts TensorFlow."""
@@ -39,8 +42,6 @@ class Turnstile:
         Yields:
             A function that takes the collective's result and returns it, counted.
         """
-        with _after(tensor):
-            enter = self.calls.assign_add(1, read_value=False)
 
         def leave(result: tf.Tensor) -> tf.Tensor:
             with _after(result):
@@ -48,8 +49,20 @@ class Turnstile:
             with _after(left):
                 return tf.identity(result)
 
-        with self.at(name), _after(enter):
-            yield leave
+        with self.at(name):  # before others can ask for it
+            with _after(tensor):
+                enter = self.calls.assign_add(1, read_value=False)
+            with _after(enter):
+                yield leave
+
+    @contextlib.contextmanager
+    def at_end(self, batches: int) -> Iterator[None]:
+        """Let `place` be the end of this worker's data, eagerly."""
+        self._end = f"{END} {batches}"
+        try:
+            yield
+        finally:
+            self._end = None
 
     @contextlib.contextmanager
     def at(self, name: str) -> Iterator[None]:
@@ -57,7 +70,7 @@ class Turnstile:
         if not tf.executing_eagerly():
             yield
             return
-        self.place = name
+        self.place = self._end or name
         try:
             yield
         finally:

@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc.transports import ending
+from tf_dgc.transports.turnstile import END
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -115,8 +116,7 @@ def complaint(rank: int, timeout: float, places: Mapping[int, str]) -> str:
         places: names of the collectives in which workers wait, as far as known.
     """
     waiting = "; ".join(
-        f"worker {each} in {_PLACES.get(name, repr(name))}"
-        for each, name in sorted(places.items())
+        f"worker {each} {_place(name)}" for each, name in sorted(places.items())
     )
     vain = len(set(places.values())) > 1
     begin = (
@@ -125,14 +125,25 @@ def complaint(rank: int, timeout: float, places: Mapping[int, str]) -> str:
         else f"Worker {rank} has waited for more than {timeout:g} s"
     )
     metric = "metric" in places.values()
+    ended = any(name.startswith(END) for name in places.values())
     return (
         f"{begin} in a collective that not all workers entered. Waiting: {waiting}. "
         + "All workers must read metrics together: call `result()` on all, and print "
         "on the chief. "
         * metric
+        + "Where data end earlier on one worker, they are not the same: a filter that "
+        "draws numbers needs a seed, a generator must give as much on all. "
+        * ended
         + "Do all workers run the same script on the same number of batches? "
         "TF_DGC_TIMEOUT sets the time."
     )
+
+
+def _place(name: str) -> str:
+    kind, _, batches = name.partition(" ")
+    if kind == END:
+        return f"at the end of its data, after {batches} batches of the epoch"
+    return f"in {_PLACES.get(name, repr(name))}"
 
 
 def _hurry() -> None:
