@@ -239,8 +239,9 @@ class Averaged(Exchange):
             self.loss,
             self._rate,
             *tf.unstack(self._read.read_value()),
-            0.0 if self._ballot is None else self._ballot.own,
         )
+        if self._ballot is not None:
+            header = header._replace(stops=self._ballot.own.read_value())
         gathered = self.transport.all_gather(
             averaging.write(header), f"{self.name}.round"
         )
