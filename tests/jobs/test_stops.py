@@ -55,8 +55,8 @@ class EndsTogetherTest(parameterized.TestCase):
     def test_averaging(self) -> None:
         self.check("averaging", [ALL, SOME])
 
-    @pytest.mark.slow
     @parameterized.parameters(*stops.STRATEGIES)
+    @pytest.mark.slow
     def test_in_all_settings(self, kind: str) -> None:
         self.check(kind, CASES)
 
