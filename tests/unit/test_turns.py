@@ -350,6 +350,20 @@ class RoundsTest(parameterized.TestCase):
         job.meetings(0).barrier()
         thread.join()
 
+    def test_a_step_waits_for_who_leaves_the_barrier_in_which_all_have_met(
+        self,
+    ) -> None:
+        job = Job(2)
+        threads = [threading.Thread(target=job.meetings(i).barrier) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        job.meetings(1)._workers.put(job.meetings(1)._waits, 1)  # not out of it yet
+        self.assertFalse(job.meetings(0)._waiting_for_this().any())
+        job.meetings(1)._workers.put(job.meetings(1)._arrived, 2)
+        self.assertEqual(job.meetings(0)._waiting_for_this().tolist(), [False, True])
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -145,8 +145,8 @@ class Meetings:
             absent = late & self._workers.absent()
             absent[self._given_up] = False
             here = late & self.others()
-            if counts is not self._arrived:  # who is in a barrier comes nowhere else
-                here &= self._waits.read_value().numpy() == 0
+            if counts is not self._arrived:
+                here &= ~self._waiting_for_this()
             waited = time.monotonic() - began
             if not here.any():
                 if absent.any() and waited > self._timeout:
@@ -160,6 +160,14 @@ class Meetings:
             patience.look(here)
             self.moves.wait()
             time.sleep(_POLL_SECONDS)
+
+    def _waiting_for_this(self) -> np.ndarray:
+        """Tell who waits in a barrier that this worker has not come to: shape [W].
+
+        Those come nowhere else. Who has met this worker there is about to leave.
+        """
+        waits: np.ndarray = self._waits.read_value().numpy() == 1
+        return waits & (self._arrived.read_value().numpy() > self._barriers)
 
     def _give_up(self, absent: list[int], subject: str) -> None:
         _logger.warning(

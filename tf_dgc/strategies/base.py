@@ -67,6 +67,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         # Not weakly: workers would learn at different times that it is gone.
         self._to_compare: keras.Model | None = None
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models, once
+        self._restored = False  # what each worker had of its own, since a `fit`
         self.share: Share | None = None  # of a step, where there are several workers
         self.own_batches: OwnBatches | None = None
         self.stopping: Stopping | None = None
@@ -225,6 +226,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         parts = self._parts_of(model)
         arrays = split_files.load(self._ledger.transport, path, parts)
         self._ledger.restore(path, *_trained_in(model))
+        self._restored = True
         with self.scope():
             for variable, array in zip(parts, arrays, strict=True):
                 variable.assign(tf.cast(array, variable.dtype))
@@ -302,10 +304,15 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def compare_variables(self) -> None:
         """Compare the variables of the model that is to be trained, where it is time.
 
-        And what `random` and NumPy are to draw. All workers call this.
+        What `random` and NumPy draw is made alike, too. Nothing is done where a state
+        was restored since the last `fit`: each worker has its own then, such as moving
+        statistics. All workers call this.
         """
         model, self._to_compare = self._to_compare, None
         if model is None or not self.holds_alike or not tf.executing_eagerly():
+            return
+        restored, self._restored = self._restored, False
+        if restored:
             return
         randomness.take_over(self._transport)
         quiet = model in self._compared
