@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -95,9 +95,12 @@ def parameters_not_finite() -> None:
         model = network()
         model.compile("sgd", "mse")
         model.optimizer.build(model.trainable_variables)
-    if strategy.rank == 1:
-        model.layers[1].bias.assign([np.nan])
-    fit(model)
+
+    def spoil(batch: int, logs: Any = None) -> None:
+        if strategy.rank == 1:
+            model.layers[1].bias.assign([np.nan])
+
+    fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_begin=spoil)])
 
 
 @case
@@ -301,24 +304,28 @@ def changed_after_reduction() -> None:
     fit(model)
 
 
-def _fit_rows(x: np.ndarray, y: np.ndarray) -> None:
+def _fit_rows(rows: Callable[[], tf.data.Dataset]) -> None:
     strategy = tf_dgc.DenseStrategy()
     with strategy.scope():
         model = network()
         model.compile("sgd", "mse")
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-    model.fit(data, verbose=0, shuffle=False)
+    model.fit(rows().batch(8), verbose=0, shuffle=False)
 
 
 @case
 def data_differ() -> None:
     order = np.random.default_rng(own_rank()).permutation(len(X))
-    _fit_rows(X[order], Y[order])
+    _fit_rows(lambda: tf.data.Dataset.from_tensor_slices((X[order], Y[order])))
 
 
 @case
 def data_are_augmented_on_each() -> None:
-    _fit_rows(X + 0.01 * own_rank(), Y)
+    def rows() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for x, y in zip(X, Y, strict=True):
+            yield x + np.float32(0.01) * own_rank(), y
+
+    spec = tuple(tf.TensorSpec(a.shape[1:], a.dtype) for a in (X, Y))
+    _fit_rows(lambda: tf.data.Dataset.from_generator(rows, output_signature=spec))
 
 
 class _Nudge(keras.callbacks.Callback):
@@ -327,7 +334,7 @@ class _Nudge(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1 and own_rank() == 1:
             bias = self.model.layers[1].bias
-            bias.assign(np.nextafter(bias.numpy(), np.float32(1)))
+            bias.assign(bias.numpy() + 0.01)
 
 
 def _drift(strategy: Any) -> None:

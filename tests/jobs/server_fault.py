@@ -112,7 +112,7 @@ def train(
     for exchange in strategy._ledger.exchanges():
         if exchange._pushed is not None:
             layout = exchange._pushed.layout
-            kept = arena.unflatten(layout, exchange._pushed.residual)[0].numpy()
+            kept = arena.unflatten(layout, exchange._pushed.residual.v)[0].numpy()
     found = {"kernel": strategy.twins.of(model.kernel.value).read_value().numpy()}
     if table:
         found["table"] = strategy.read_rows(model.rows.embeddings, 0, IDS).numpy()

@@ -111,7 +111,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
             (
                 "scope_forgotten",
                 "ValueError",
-                "scope.* nothing was made inside",
+                "outside the scope of the strategy.* inside `with strategy.scope",
             ),
             ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
             ("step_without_run", "RuntimeError", "Call the training step by `strategy"),
@@ -185,7 +185,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         _, output, status = outcomes("trained_variables_differ")
         self.assertEqual(status, 3, output)
 
-    def test_inputs_may_differ_where_targets_do_not(self) -> None:
+    def test_inputs_that_python_makes_may_differ_where_targets_do_not(self) -> None:
         case = "data_are_augmented_on_each"
         found = pool.run("collective", 2, "misuse", "told", case=case)
         self.assertEqual(found, [{}, {}])
