@@ -110,6 +110,23 @@ with tf_dgc.DenseStrategy().scope():
         self.assertIs(optimizer._distribution_strategy, tf.distribute.get_strategy())
         self.assertIsInstance(tf.distribute.get_strategy(), tf_dgc.DenseStrategy)
 
+    def test_variables_that_come_first_are_of_the_strategy(self) -> None:
+        def build() -> tf.Variable:
+            layer = keras.layers.Dense(1)
+            layer.build((None, 2))
+            return layer.kernel.value
+
+        for make in (
+            build,
+            lambda: tf.Variable(1.0),
+            lambda: keras.Variable(1.0).value,
+        ):
+            startup.before_first_use(script.Pending(tf_dgc.DenseStrategy).settle)
+            variable = make()
+            self.assertIs(variable._distribute_strategy, tf.distribute.get_strategy())
+            self.assertTrue(tf.distribute.has_strategy())
+            tf.distribute.experimental_set_strategy(None)
+
     def test_a_strategy_that_cannot_be_made_is_an_error_each_time(self) -> None:
         def make() -> None:
             raise TimeoutError("Worker 1 did not come")
