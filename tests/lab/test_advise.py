@@ -122,7 +122,7 @@ class FormulaTest(tf.test.TestCase):
         sent = {
             "dense": 1.5 * 38_716,
             "DGC": 1.5 * (316 + 4 * 4) + 3 * size,
-            "averaging": (1.5 * (38_716 + 400) + 3 * 64) / 4,
+            "averaging": (1.5 * (38_716 + 400) + 3 * 104) / 4,
         }
         computed = {"dense": 1.0, "DGC": 1.5 + 3 * 0.1, "averaging": 1.0 + 0.5 / 4}
         hops = {"dense": 6, "DGC": 9, "averaging": 9 / 4}

@@ -340,15 +340,19 @@ class SentTest(tf.test.TestCase):
         tensors = [random.uniform(-1, 1, shape) * scale for shape in shapes]
         residual = layout_lib.flatten(layout, [np.float32(each) for each in tensors])
         form = message_format(layout, sparsity, config, 2)
-        message = dgc.send(
-            residual,
-            sparsify.peaks(residual),
-            forms=[form],
-            layout=layout,
-            sparsities=[sparsity],
-            config=config,
-            step=tf.constant(seed, tf.int64),
-        )
+        step = tf.constant(seed, tf.int64)
+        if not form.slots:  # of a dense stage
+            message = dgc.header(form, layout, step)
+        else:
+            message = dgc.send(
+                residual,
+                sparsify.peaks(residual),
+                forms=[form],
+                layout=layout,
+                sparsities=[sparsity],
+                config=config,
+                step=step,
+            )
         found = receive(form, tf.stack([message] * 2))
         (_, _, _, _, counts), positions, values, _ = found
         self.assertAllEqual(

@@ -122,8 +122,11 @@ def subtract(
 
 def spread(layout: Layout, numbers: tf.Tensor) -> tf.Tensor:
     """Repeat a number of each of T tensors over its elements: shape [P]."""
-    sizes = [-(-segment.size // BLOCK) * BLOCK for segment in layout.segments]
-    return tf.repeat(numbers, tf.constant(sizes, tf.int32, [len(sizes)]))
+    if not layout.segments:
+        return tf.zeros([0], numbers.dtype)
+    blocks = tf.gather(numbers, of_blocks(layout))
+    repeated = tf.broadcast_to(blocks[:, None], [layout.size // BLOCK, BLOCK])
+    return tf.reshape(repeated, [-1])
 
 
 def moved(

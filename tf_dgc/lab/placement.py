@@ -45,7 +45,10 @@ _ROW_NUMBERS = (
 )
 _ORDER = "rows of several workers add up in one order, which they do not on GPUs"
 # Pinned there by the program.
-CARRIED: Mapping[str, str] = {"Assert": _TOLD, "StridedSlice": _TOLD, "Where": _TOLD}
+CARRIED: Mapping[str, str] = {
+    **dict.fromkeys(("Assert", "StridedSlice", "Where"), _TOLD),
+    "PyFunc": "a warning, where weights differ by rounding",
+}
 # In steps with embeddings; pinned by the program or not.
 OF_EMBEDDINGS: Mapping[str, str] = {
     **dict.fromkeys(("AddV2", "GreaterEqual", "Identity", "Less"), _ROW_NUMBERS),
@@ -81,6 +84,12 @@ class Wire(base.Transport):
             result = restore(tf.reshape(gathered, shape))
         result.set_shape([self.size, *tensor.shape])
         return result
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Give all workers what this one has."""
+        if tf.executing_eagerly():
+            return [tf.identity(tensor) for tensor in tensors]
+        return super().broadcast(tensors, name)
 
     def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send each worker a row of a tensor."""
