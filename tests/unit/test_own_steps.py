@@ -193,6 +193,48 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         for found in run_workers(3, on_worker):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
+    @parameterized.product(
+        divide=(
+            lambda g, n: g / n,
+            lambda g, n: g / tf.cast(n, tf.float32),
+            lambda g, n: g * (1.0 / n),
+            lambda g, n: 2.0 * tf.identity(g / n),
+        ),
+        run_eagerly=(False, True),
+    )
+    def test_gradients_that_a_step_divides_by_n_are_those_of_one_process(
+        self, divide: Any, run_eagerly: bool
+    ) -> None:
+        class Divides(keras.Model):
+            def train_step(self, data: Any) -> Any:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(y - self(x)))
+                found = tape.gradient(loss, self.trainable_variables)
+                workers = tf.distribute.get_strategy().num_replicas_in_sync
+                found = [divide(g, workers) for g in found]
+                self.optimizer.apply(found, self.trainable_variables)
+                return {"loss": loss}
+
+        x, y = data(17)
+
+        def work() -> Any:
+            inputs = keras.Input((6,))
+            normal = keras.initializers.RandomNormal(seed=1)
+            layer = keras.layers.Dense(1, kernel_initializer=normal)
+            model = Divides(inputs, layer(inputs))
+            model.compile(keras.optimizers.SGD(0.1), run_eagerly=run_eagerly)
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        def on_worker(transport: Loopback) -> Any:
+            with tf_dgc.DenseStrategy(transport=transport).scope():
+                return work()
+
+        expected = work()
+        for found in run_workers(2, on_worker):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
     def test_a_loop_of_ones_own_tells_the_loss_of_one_process(self) -> None:
         def work(transport: Loopback) -> Any:
             strategy = tf_dgc.DenseStrategy(transport=transport)

@@ -115,7 +115,8 @@ class RememberedTest(parameterized.TestCase, tf.test.TestCase):
         self.write([], network())
         with np.load(self.path) as arrays:
             told = json.loads(arrays[remembered.TEXT].tobytes())
-        self.assertEqual(told, {"callbacks": [], "optimizers": []})
+        nothing = {"callbacks": [], "optimizers": [], "epochs": [], "logs": {}}
+        self.assertEqual(told, nothing | {"stopped": False})
 
 
 class OptimizerTest(tf.test.TestCase):

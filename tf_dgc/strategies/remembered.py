@@ -140,7 +140,9 @@ def restore(
 
 
 def _histories(callbacks: Iterable[Any]) -> list[Any]:
-    return [each for each in callbacks if isinstance(each, keras.callbacks.History)]
+    """Return those that a `fit` has begun."""
+    histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
+    return [history for history in histories if hasattr(history, "epoch")]
 
 
 def _history_of(

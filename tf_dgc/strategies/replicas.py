@@ -4,6 +4,7 @@ A loss that a script divides by it is found again when the loss is read, whereve
 number was asked for; see `readings.py`.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
@@ -67,3 +68,40 @@ def power_of(tensor: Any) -> int:
         return _host.operations.mark_of(tensor)
     name = tensor.op.name.rpartition("/")[2] if tensor.op.type == "Const" else ""
     return int(name[len(_NAME)]) - 1 if name.startswith(_NAME) else 0
+
+
+def power_between(tensor: tf.Tensor, known: Collection[int]) -> int:
+    """Return the power of N by which a step has multiplied a tensor.
+
+    Args:
+        tensor: that may have been made of a known one by multiplying and dividing.
+        known: the `id` of each tensor that is known.
+
+    Returns:
+        0 where it was not made like that.
+    """
+    power = 0
+    while id(tensor) not in known:
+        operation = _host.operations.of(tensor)
+        if operation is None or operation.kind not in _SCALES:
+            return 0
+        tensor, *others = operation.inputs
+        if others and operation.kind == "Mul" and tensor.shape.rank == 0:
+            tensor, others = others[0], [tensor]
+        for other in others:
+            sign = -1 if operation.kind in _DIVIDE else 1
+            power += sign * power_of(_without_casts(other))
+    return power
+
+
+_DIVIDE = ("RealDiv", "Div", "DivNoNan")
+_SCALES = ("Identity", "Cast", "Mul", *_DIVIDE)
+
+
+def _without_casts(tensor: tf.Tensor) -> tf.Tensor:
+    """Return what a number was before its type was changed."""
+    while (operation := _host.operations.of(tensor)) is not None:
+        if operation.kind not in ("Identity", "Cast"):
+            break
+        tensor = operation.inputs[0]
+    return tensor

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands, values
 from tf_dgc.exchanges import Part
-from tf_dgc.strategies import slicing
+from tf_dgc.strategies import replicas, slicing
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import BY_ROWS, DONE, SUMMED, Losses, NotKnown
 from tf_dgc.strategies.readings import Reading
@@ -191,6 +191,7 @@ class Share:
         """
         if self._model is None:
             return gradients
+        gradients = [self._undivided(gradient) for gradient in gradients]
         gradients = self._of_one_way(gradients, variables)
         if not self._may_be_empty:
             return gradients
@@ -206,6 +207,17 @@ class Share:
             g if g is None or bands.is_split(v) or self.is_done([v]) else or_zero(g)
             for g, v in zip(gradients, variables, strict=True)
         ]
+
+    def _undivided(self, gradient: Any) -> Any:
+        """Return a gradient that a step has divided by N as one process has it."""
+        if gradient is None:
+            return None
+        computed = {
+            id(p) for all_, _ in self._computed for g in all_ for p in _parts_of(g)
+        }
+        part = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        power = replicas.power_between(part, computed)
+        return values.scaled(gradient, float(self._transport.size) ** -power)
 
     def _of_one_way(
         self, gradients: Sequence[Any], variables: Sequence[Any]
