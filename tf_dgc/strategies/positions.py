@@ -27,13 +27,14 @@ def at_next_epoch(steps: int, ready: Callable[[Any], None]) -> None:
 
 def _from_position(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
     steps, ready = _next.pop() if _next else (0, None)
-    for begin, end, iterator in original(epoch):
+    for entry in original(epoch):  # in older versions of Keras without the end
+        begin, iterator = entry[0], entry[-1]
         if begin < steps:  # nothing was read for it yet
             continue
         if ready is not None:
             ready(iterator)
             ready = None
-        yield begin, end, iterator
+        yield entry
 
 
 def read_state(iterator: Any) -> tf.Tensor | None:
