@@ -197,6 +197,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         divide=(
             lambda g, n: g / n,
             lambda g, n: g / tf.cast(n, tf.float32),
+            lambda g, n: g * (1.0 / n),
             lambda g, n: 2.0 * tf.identity(g / n),
         ),
         run_eagerly=(False, True),

@@ -4,7 +4,7 @@ A loss that a script divides by it is found again when the loss is read, whereve
 number was asked for; see `readings.py`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import tensorflow as tf
@@ -70,17 +70,21 @@ def power_of(tensor: Any) -> int:
     return int(name[len(_NAME)]) - 1 if name.startswith(_NAME) else 0
 
 
-def power_between(tensor: tf.Tensor, known: Collection[int]) -> int:
+def power_between(
+    tensor: tf.Tensor, known: Collection[int], guess: Callable[[tf.Tensor], int]
+) -> int:
     """Return the power of N by which a step has multiplied a tensor.
 
     Args:
         tensor: that may have been made of a known one by multiplying and dividing.
         known: the `id` of each tensor that is known.
+        guess: returns the power that a number, of which it is not known, may stand for.
+            What may be a division counts where there is no other.
 
     Returns:
         0 where it was not made like that.
     """
-    power = 0
+    power = guessed = 0
     while id(tensor) not in known:
         operation = _host.operations.of(tensor)
         if operation is None or operation.kind not in _SCALES:
@@ -89,9 +93,11 @@ def power_between(tensor: tf.Tensor, known: Collection[int]) -> int:
         if others and operation.kind == "Mul" and tensor.shape.rank == 0:
             tensor, others = others[0], [tensor]
         for other in others:
+            number = _without_casts(other)
             sign = -1 if operation.kind in _DIVIDE else 1
-            power += sign * power_of(_without_casts(other))
-    return power
+            power += sign * power_of(number)
+            guessed += sign * guess(number)
+    return power or min(guessed, 0)
 
 
 _DIVIDE = ("RealDiv", "Div", "DivNoNan")

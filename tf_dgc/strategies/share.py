@@ -210,13 +210,14 @@ class Share:
 
     def _undivided(self, gradient: Any) -> Any:
         """Return a gradient that a step has divided by N as one process has it."""
-        if gradient is None:
-            return None
+        if gradient is None or self._losses is None:
+            return gradient
         computed = {
             id(p) for all_, _ in self._computed for g in all_ for p in _parts_of(g)
         }
         part = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        power = replicas.power_between(part, computed)
+        guess = self._losses.reading.power_of
+        power = replicas.power_between(part, computed, guess)
         return values.scaled(gradient, float(self._transport.size) ** -power)
 
     def _of_one_way(
