@@ -69,6 +69,15 @@ class ForksTest(unittest.TestCase):
         process.send_signal(signal.SIGTERM)
         self.assertEqual(launch.finish(process)[0], -signal.SIGTERM)
 
+    def test_a_script_that_stops_itself_goes_on_when_it_is_told_to(self) -> None:
+        process = self.start("stops")
+        pid = self.told(process)["pid"]
+        state = pathlib.Path(f"/proc/{pid}/stat")
+        while state.read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.02)
+        process.send_signal(signal.SIGCONT)
+        self.assertEqual(launch.finish(process), (0, "", ""))
+
     def test_the_script_ends_when_the_process_is_killed(self) -> None:
         process = self.start("waits")
         pid = self.told(process)["pid"]

@@ -52,12 +52,15 @@ OWN_STRATEGY = """
 import tf_dgc
 with tf_dgc.DGCStrategy(tf_dgc.DGCConfig()).scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
 """
 # What a script adds, and the words that name what it changes.
 CAUSES = {
-    "rows": ("x = x + rank", "the values of all rows differ"),
+    "rows": (
+        "x = np.random.default_rng().normal(size=x.shape)",
+        "the values of all rows differ",
+    ),
     "order": ("x, y = (x[::-1], y[::-1]) if rank else (x, y)", "different orders"),
-    "weights": ("model.set_weights([w + 1 + rank for w in model.get_weights()])", ""),
     "contrastive": ("more = {'loss': contrastive}", "compares a row with the others"),
     "counter": (
         "model = keras.Sequential([Counts(), keras.layers.Dense(1)])",
@@ -107,14 +110,14 @@ class VerifyTest(parameterized.TestCase):
     def test_what_changes_numbers_is_named(self, name: str) -> None:
         self.assert_named(*CAUSES[name])
 
-    @parameterized.parameters(*sorted({*CAUSES} - {*DEFAULT, "order", "weights"}))
+    @parameterized.parameters(*sorted({*CAUSES} - {*DEFAULT}))
     @pytest.mark.slow
     def test_all_that_changes_numbers_is_named(self, name: str) -> None:
         self.assert_named(*CAUSES[name])
 
     @pytest.mark.slow
     def test_a_strategy_of_the_scripts_own_is_compared_densely(self) -> None:
-        done = self.verify(OWN_STRATEGY)
+        done = self.verify(OWN_STRATEGY, "model.fit(x, y, batch_size=16)")
         self.assertEqual(0, done.returncode, done.stdout + done.stderr)
 
     @pytest.mark.slow
