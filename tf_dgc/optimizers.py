@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,9 @@ from tf_dgc.values import first_nonfinite, without_repetition
 # What optimizers are, as far as they were asked, by the question.
 _answers: dict[Callable[..., bool], weakref.WeakKeyDictionary[Any, bool]] = {}
 
+_logger = logging.getLogger(__name__)
+_warned_of_rows: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 def momentum_of(
     optimizer: keras.optimizers.Optimizer,
@@ -34,7 +38,7 @@ def momentum_of(
         learning_rate: shape [].
         variables: whose momentum so far is taken over, too.
     """
-    if not _is_plain_sgd(optimizer):
+    if not is_plain_sgd(optimizer):
         return None
     factor, nesterov = float(optimizer.momentum or 0.0), bool(optimizer.nesterov)
     slots = _host.keras.momentums_of(optimizer, variables)
@@ -272,7 +276,7 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     A copy of the optimizer is tried out on a small matrix, so that this holds for
     those of the user as well. One that cannot be copied is believed to be.
     """
-    return _is_plain_sgd(optimizer) or _asked(_is_elementwise, optimizer, True)
+    return is_plain_sgd(optimizer) or _asked(_is_elementwise, optimizer, True)
 
 
 def steps_by_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -424,7 +428,7 @@ def warnings_about(
             "clips as the paper does"
         )
     corrects = isinstance(config, DGCConfig) and config.momentum_correction
-    if corrects and not (_is_plain_sgd(optimizer) or steps_by_gradients(optimizer)):
+    if corrects and not (is_plain_sgd(optimizer) or steps_by_gradients(optimizer)):
         found.append(
             f"{optimizer.name}: its gradients are accumulated, and not its own steps, "
             "as these do not depend on gradients alone"
@@ -432,5 +436,36 @@ def warnings_about(
     return found
 
 
-def _is_plain_sgd(optimizer: keras.optimizers.Optimizer) -> bool:
+def warn_of_repeated_rows(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> None:
+    """Warn once that rows are added up before an optimizer that is not linear.
+
+    Args:
+        optimizer: of the user.
+        gradients: of all workers; rows of IndexedSlices repeat.
+        variables: that they are of.
+    """
+    names = [
+        v.path if isinstance(v, keras.Variable) else v.name
+        for g, v in zip(gradients, variables, strict=True)
+        if isinstance(g, tf.IndexedSlices)
+    ]
+    if not names or is_plain_sgd(optimizer) or optimizer in _warned_of_rows:
+        return
+    _warned_of_rows.add(optimizer)
+    _logger.warning(
+        "%s: Keras without a strategy squares the gradient of an embedding row by row, "
+        "and adds up rows of the same word only then. Here they are added up first, as "
+        "the optimizer's formula says, so weights differ a little from those of plain "
+        "Keras: %s",
+        optimizer.name,
+        ", ".join(names),
+    )
+
+
+def is_plain_sgd(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether an update is that of SGD, which is linear in the gradient."""
     return type(optimizer).update_step is keras.optimizers.SGD.update_step

@@ -152,6 +152,7 @@ def apply(
     gradients = found.gradients
     if clips:
         gradients = clipped(optimizer, gradients, own)
+    optimizers.warn_of_repeated_rows(optimizer, gradients, variables)
     gradients = [values.without_repetition(gradient) for gradient in gradients]
     triples = zip(gradients, variables, found.finished, strict=True)
     # None was applied in the exchange.

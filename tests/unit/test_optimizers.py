@@ -1,5 +1,6 @@
 """What is asked of optimizers under compression, and steps that are left out whole."""
 
+import logging
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,30 @@ class Odd(keras.optimizers.SGD):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         super().update_step(gradient, variable, learning_rate)
+
+
+class RepeatedRowsTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.named_parameters(("SGD", "SGD", 0), ("Adam", "Adam", 1))
+    def test_rows_that_are_added_up_before_a_square_are_told_once(
+        self, name: str, warnings: int
+    ) -> None:
+        with tf_dgc.DenseStrategy(transport="local").scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((3,)),
+                    keras.layers.Embedding(5, 2),
+                    keras.layers.Flatten(),
+                ]
+            )
+            model.compile(getattr(keras.optimizers, name)(0.1), "mse")
+        x = np.zeros((4, 3), "int32")
+        with self.assertLogs("tf_dgc") as logs:
+            logging.getLogger("tf_dgc").warning("nothing else is")
+            model.fit(x, np.ones((4, 6)), verbose=0)
+            model.fit(x, np.ones((4, 6)), verbose=0)
+        found = [line for line in logs.output if "row by row" in line]
+        self.assertLen(found, warnings)
+        self.assertEqual(all("embedding" in line for line in found), True)
 
 
 def optimizer_of(name: str, **settings: Any) -> keras.optimizers.Optimizer:

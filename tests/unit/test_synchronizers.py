@@ -53,7 +53,7 @@ def values_of(gradients: Sequence[Any]) -> list[np.ndarray]:
     return [tf.convert_to_tensor(gradient).numpy() for gradient in gradients]
 
 
-class DenseTest(tf.test.TestCase):
+class DenseTest(parameterized.TestCase, tf.test.TestCase):
     def test_sums_in_the_type_that_came_in(self) -> None:
         variables = variables_of((2, 3), (4,), ())
 
@@ -116,6 +116,44 @@ class DenseTest(tf.test.TestCase):
             self.assertAllEqual(found.dense_shape, [9, 2])
             self.assertAllClose(tf.convert_to_tensor(found), expected)
             self.assertAllEqual(dense, [3.0, 3.0, 3.0])
+
+    @parameterized.named_parameters(
+        ("few rows", (3, 0, 2), False, None, False),
+        ("as many rows as the variable", (9, 9, 9), False, None, True),
+        ("many rows on one worker", (0, 40, 0), False, None, True),
+        ("many rows in a graph", (0, 40), True, None, True),
+        ("many rows that are clipped", (0, 40, 0), False, 1.0, False),
+    )
+    def test_slices_go_by_what_costs_less(
+        self, counts: Sequence[int], graph: bool, clipnorm: float | None, whole: bool
+    ) -> None:
+        owner = Owner()
+        owner.clipnorm, owner.global_clipnorm, owner.clipvalue = clipnorm, None, None
+        places = np.random.default_rng(0).integers(9, size=(3, 40))
+
+        def slices(rank: int) -> tf.IndexedSlices:
+            return tf.IndexedSlices(
+                normal((counts[rank], 2), rank),
+                tf.constant(places[rank, : counts[rank]], tf.int64),
+                tf.constant([9, 2], tf.int64),
+            )
+
+        def work(transport: Loopback) -> Any:
+            ledger, variables = Ledger(transport, Dense), variables_of((9, 2))
+
+            def step() -> Any:
+                return exchange(ledger, owner, [slices(transport.rank)], variables)
+
+            ledger.of(owner, variables)
+            (found,) = (tf.function(step) if graph else step)().gradients
+            return found, int(ledger.stats().sent_bytes)
+
+        expected = sum(tf.convert_to_tensor(slices(r)) for r in range(len(counts)))
+        for rank, (found, sent) in enumerate(run_workers(len(counts), work)):
+            self.assertIsInstance(found, tf.IndexedSlices)
+            self.assertAllClose(tf.convert_to_tensor(found), expected)
+            self.assertLen(found.indices, 9 if whole else sum(counts))
+            self.assertEqual(sent, 9 * 2 * 4 if whole else counts[rank] * (2 * 4 + 8))
 
     def test_slices_without_rows_on_any_worker_stay_without(self) -> None:
         empty = tf.IndexedSlices(

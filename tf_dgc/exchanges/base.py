@@ -120,6 +120,14 @@ class Exchange(abc.ABC):
         self.replicas = Replicas(self.transport, place.interval, self.name)
 
     @property
+    def clips(self) -> bool:
+        """Whether the owner may clip what was exchanged, each row by itself."""
+        names, missing = ("clipnorm", "global_clipnorm", "clipvalue"), object()
+        owner = self.owner()
+        owners = [owner, getattr(owner, "inner_optimizer", owner)]
+        return any(getattr(o, n, missing) is not None for o in owners for n in names)
+
+    @property
     def state(self) -> Mapping[str, tf.Variable]:
         """What is saved of this worker, by name."""
         return {}

@@ -104,7 +104,8 @@ class Compressed(Exchange):
         if factors is not None:
             small = self._workers.each(_all_scaled, small, factors)
         seats = self._workers.seats(self.transport.size)
-        told = weighed_sum(self.transport, small, self.name, seats, nonfinite, part)
+        args = self.transport, small, self.name, seats, nonfinite, part
+        told = weighed_sum(*args, repeats=False)
         names = [*(v.name for v in self.variables), "the learning rate"]
         config, step = self.config, self.residual.step
         ok = local_gradients.all_finite(told.nonfinite, config, step, names)

@@ -24,9 +24,11 @@ class Dense(Exchange):
     ) -> Update:
         """Sum them."""
         transport, finished = self.transport, [False] * len(local)
+        repeats = self.clips
         if part is None:
-            found = sums.dense(transport, local, self.name)
+            found = sums.dense(transport, local, self.name, repeats=repeats)
             return Update(found.gradients, finished, None, found.sent)
         seat = tf.one_hot(transport.rank, transport.size)
-        told = weighed_sum(transport, local, self.name, seat, tf.zeros([]), part)
+        zero = tf.zeros([])
+        told = weighed_sum(transport, local, self.name, seat, zero, part, repeats)
         return Update(told.gradients, finished, None, told.sent)

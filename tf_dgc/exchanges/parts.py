@@ -52,6 +52,7 @@ def weighed_sum(
     seats: tf.Tensor,
     nonfinite: Any,
     part: Part | None,
+    repeats: bool = True,
 ) -> Told:
     """Sum dense gradients; in the same reduction each worker tells the others more.
 
@@ -62,6 +63,7 @@ def weighed_sum(
         seats: 1 in the place of each worker that this process is, shape [..., N].
         nonfinite: what each of these tells, shape [...], 0 for nothing.
         part: what the gradients count; None where those of all count alike.
+        repeats: see `sums.dense`.
 
     Raises:
         tf.errors.InvalidArgumentError: learning rates differ, or the batches that
@@ -79,7 +81,7 @@ def weighed_sum(
         row = tf.concat([row, witness], axis=0)
     # Not a product, in which what is not a number would take all seats.
     vote = tf.where(seats[..., tf.newaxis] > 0, row[..., tf.newaxis, :], 0.0)
-    found = sums.dense(transport, gradients, name, [vote])
+    found = sums.dense(transport, gradients, name, [vote], repeats)
     with tf.device("CPU:0"):  # what is done next depends on them
         votes, witnesses = found.votes[0], None
         if witness is not None:

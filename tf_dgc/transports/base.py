@@ -107,12 +107,33 @@ class Transport(abc.ABC):
         """
         return self.all_gather(tensor, name)[:, self.rank]
 
-    def all_gather_ragged(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    def lengths(self, tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
+        """Gather the first dimensions of tensors.
+
+        Args:
+            tensors: T of them, of shape [C, ...], C of any worker's own.
+            name: as for `all_reduce`.
+
+        Returns:
+            shape [N, T], int64.
+        """
+        own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+        lengths = self.all_gather(own, name)
+        sound = tf.reduce_all((lengths >= 0) & (lengths < _MAX_ROWS))
+        text = "A worker's number of rows is damaged. Numbers of rows, by rank:"
+        sound = require(sound, lambda: [text, lengths], summarize=-1)
+        with tf.control_dependencies([sound]):
+            return tf.identity(lengths)
+
+    def all_gather_ragged(
+        self, tensor: tf.Tensor, name: str, lengths: tf.Tensor | None = None
+    ) -> tf.Tensor:
         """Join tensors whose first dimension may differ between workers.
 
         Args:
             tensor: shape [C, ...], any integer or float type, bool or string.
             name: as for `all_reduce`.
+            lengths: C of all workers, where that is known: shape [N], int64.
 
         Returns:
             shape [sum of all C, ...], in the order of rank.
@@ -121,13 +142,9 @@ class Transport(abc.ABC):
             return tf.identity(tensor)
         if tensor.dtype == tf.string:
             return self._gather_strings(tensor, name)
+        if lengths is None:
+            lengths = self.lengths([tensor], f"{name}.lengths")[:, 0]
         length = tf.shape(tensor, tf.int64)[0]
-        lengths = self.all_gather(length, f"{name}.lengths")
-        sound = tf.reduce_all((lengths >= 0) & (lengths < _MAX_ROWS))
-        text = "A worker's number of rows is damaged. Numbers of rows, by rank:"
-        sound = require(sound, lambda: [text, lengths], summarize=-1)
-        with tf.control_dependencies([sound]):
-            lengths = tf.identity(lengths)
         longest = tf.maximum(tf.reduce_max(lengths), 1)
         missing = [[0, longest - length]] + [[0, 0]] * (tensor.shape.rank - 1)
         bits, back = unmoved(tensor)
@@ -161,13 +178,22 @@ class Transport(abc.ABC):
         """
         return added_up(self.gather_slices(slices, name))
 
-    def gather_slices(self, slices: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+    def gather_slices(
+        self, slices: tf.IndexedSlices, name: str, lengths: tf.Tensor | None = None
+    ) -> tf.IndexedSlices:
         """Return the IndexedSlices of all workers, by rank; see `sum_slices`.
 
         Indices repeat as they do in one process, which computes all rows.
+
+        Args:
+            slices: as in `sum_slices`.
+            name: as for `all_reduce`.
+            lengths: C of all workers, where that is known: shape [N], int64.
         """
-        values = self.all_gather_ragged(slices.values, f"{name}.values")
-        indices = self.all_gather_ragged(slices.indices, f"{name}.indices")
+        if lengths is None and self.size > 1:
+            lengths = self.lengths([slices.values], f"{name}.lengths")[:, 0]
+        values = self.all_gather_ragged(slices.values, f"{name}.values", lengths)
+        indices = self.all_gather_ragged(slices.indices, f"{name}.indices", lengths)
         if self.size > 1 and slices.dense_shape is not None:
             with tf.device("CPU:0"):
                 rows = tf.cast(slices.dense_shape[0], indices.dtype)

@@ -31,16 +31,20 @@ def dense(
     gradients: Sequence[Any],
     name: str,
     votes: Sequence[tf.Tensor] = (),
+    repeats: bool = True,
 ) -> Summed:
-    """Sum tensors in one fused reduction, IndexedSlices by gathering them.
+    """Sum tensors in one fused reduction, IndexedSlices by what costs less.
 
-    Their indices repeat, as in one process: Keras clips before it adds rows up.
+    The rows of IndexedSlices are gathered. Where that costs more than to reduce all
+    rows of the variable, these are reduced, if it makes no difference.
 
     Args:
         transport: to the other workers.
         gradients: of this worker, of static shapes.
         name: prefix of the names of the collectives.
         votes: tensors that are summed beside them; no elements of a gradient.
+        repeats: whether indices repeat in the sum as in one process. That matters to
+            Keras where it clips, which it does before it adds rows up.
     """
     tensors = [i for i, g in enumerate(gradients) if isinstance(g, tf.Tensor)]
     own = [*(gradients[i] for i in tensors), *votes]
@@ -53,18 +57,63 @@ def dense(
     counts = [shape.num_elements() for shape in shapes]
     size: Any = sum(n * t.dtype.size for n, t in zip(counts, own, strict=True))
     elements: Any = sum(counts[: len(tensors)])
+    with tf.device("CPU:0"):
+        sent = tf.cast([size, elements], tf.int64)
     summed = list(gradients)
     for i, tensor in zip(tensors, reduced, strict=False):
         summed[i] = tensor
-    for i, gradient in enumerate(gradients):
-        if isinstance(gradient, tf.IndexedSlices):
-            summed[i] = transport.gather_slices(gradient, f"{name}.slices{i}")
-            elements += tf.size(gradient.values, tf.int64)
-            for part in (gradient.values, gradient.indices):
-                size += tf.size(part, tf.int64) * part.dtype.size
-    with tf.device("CPU:0"):
-        sent = tf.cast([size, elements], tf.int64)
+    slices = [i for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
+    if slices:
+        rows = [gradients[i].values for i in slices]
+        lengths = transport.lengths(rows, f"{name}.lengths")
+    for column, i in enumerate(slices):
+        args = transport, gradients[i], lengths[:, column], f"{name}.slices{i}"
+        summed[i], cost = _sum_of_rows(*args, repeats)
+        sent += cost
     return Summed(summed, reduced[len(tensors) :], sent)
+
+
+def _sum_of_rows(
+    transport: Transport,
+    slices: tf.IndexedSlices,
+    lengths: tf.Tensor,
+    name: str,
+    repeats: bool,
+) -> tuple[tf.IndexedSlices, tf.Tensor]:
+    """Sum IndexedSlices; return also what this worker sends, see `Summed`.
+
+    Args:
+        transport: to the other workers.
+        slices: of this worker.
+        lengths: numbers of rows of all workers, shape [N], int64.
+        name: prefix of the names of the collectives.
+        repeats: see `dense`.
+    """
+    values, indices, shape = slices.values, slices.indices, slices.shape
+
+    def gather() -> Any:
+        found = transport.gather_slices(slices, name, lengths)
+        elements = tf.size(values, tf.int64)
+        size = elements * values.dtype.size
+        size += tf.size(indices, tf.int64) * indices.dtype.size
+        return (found.values, found.indices), tf.stack([size, elements])
+
+    def reduce() -> Any:
+        (total,) = transport.all_reduce([tf.convert_to_tensor(slices)], name)
+        elements = shape.num_elements()
+        sent = tf.constant([elements * values.dtype.size, elements], tf.int64)
+        return (total, tf.range(shape[0], dtype=indices.dtype)), sent
+
+    if repeats or transport.size == 1 or not shape.is_fully_defined():
+        found, sent = gather()
+    else:
+        row = shape[1:].num_elements() * values.dtype.size
+        with tf.device("CPU:0"):
+            gathered = tf.reduce_max(lengths) * (row + indices.dtype.size)
+            whole = tf.constant(2 * shape[0] * row, tf.int64)
+            dearer = transport.size * gathered > whole
+        found, sent = tf.cond(dearer, reduce, gather)
+    return tf.IndexedSlices(*found, slices.dense_shape), sent
 
 
 class Sparse(NamedTuple):

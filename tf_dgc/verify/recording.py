@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.callbacks import BackupState
+from tf_dgc.optimizers import is_plain_sgd
+from tf_dgc.values import without_repetition
 from tf_dgc.verify import quiet
 from tf_dgc.verify.records import Run, Sample, Step, sample_of, save
 
@@ -49,7 +51,8 @@ class Recorder(keras.callbacks.Callback):
         """
         super().__init__()
         self._path, self._count = path, steps
-        self._notes: dict[str, Any] = {"clips": [], "draws": [], "left_out": []}
+        lists = ("clips", "draws", "left_out", "rows")
+        self._notes: dict[str, Any] = {name: [] for name in lists}
         self._steps: list[Step] = []
         self._rows: dict[str, list[str]] = {}
         self._shown: dict[str, list[float]] = {}
@@ -149,6 +152,10 @@ class Recorder(keras.callbacks.Callback):
             self._gradients |= dict(zip(names, map(sample_of, arrays), strict=True))
 
         tf.numpy_function(note, [tf.convert_to_tensor(g) for g, _ in used], [])
+        if not tf.distribute.has_strategy():  # as several workers do
+            rows = [_name_of(v) for g, v in used if isinstance(g, tf.IndexedSlices)]
+            self._notes["rows"] = [] if is_plain_sgd(optimizer) else rows
+            pairs = [(without_repetition(g), v) for g, v in pairs]
         return original(optimizer, distribution, pairs, learning_rate)
 
     def _noting_lines(self, clip: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,8 +63,9 @@ class Run(NamedTuple):
     Attributes:
         notes: what was found of the script: `batch_norms`, a number of layers; `clips`,
             lines in which a step clips gradients; `draws`, operations of the step
-            that draw random numbers; `left_out`, callbacks that were left out;
-            `trainable`, names of variables.
+            that draw random numbers; `left_out`, callbacks that were left out; `rows`,
+            variables whose gradients' rows were added up; `trainable`, names of
+            variables.
         initial: variables of the model before the first step, by name.
         steps: [S].
     """

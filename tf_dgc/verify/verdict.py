@@ -379,6 +379,12 @@ def _remarks(run: Run) -> list[str]:
             f"{run.notes['batch_norms']} layer(s) of batch normalization were made "
             "synchronized for this; as written, each worker normalizes by its own rows"
         )
+    if names := run.notes.get("rows"):
+        remarks.append(
+            "The gradients of rows that repeat in a batch were added up before the "
+            "optimizer squares them, as several workers do, and Keras alone does not: "
+            + ", ".join(names)
+        )
     if run.notes.get("left_out"):
         names = ", ".join(run.notes["left_out"])
         remarks.append(f"Callbacks that write files were left out: {names}")
