@@ -22,7 +22,7 @@ from tf_dgc.values import first_nonfinite, without_repetition
 # What optimizers are, as far as they were asked, by the question.
 _answers: dict[Callable[..., bool], weakref.WeakKeyDictionary[Any, bool]] = {}
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("tf_dgc")
 _warned_of_rows: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

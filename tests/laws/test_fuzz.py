@@ -386,8 +386,8 @@ class TamperingTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIn(f"What rank 1 tells of its settings {text}", str(error))
 
     @parameterized.parameters(
-        ("values.lengths", -1, "A worker's number of rows is damaged"),
-        ("values.lengths", 2**40, "A worker's number of rows is damaged"),
+        ("optimizer0.lengths", -1, "A worker's number of rows is damaged"),
+        ("optimizer0.lengths", 2**40, "A worker's number of rows is damaged"),
         ("slices0.indices", 9, "IndexedSlices must be of rows that"),
         ("slices0.indices", -1, "IndexedSlices must be of rows that"),
     )
