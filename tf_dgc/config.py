@@ -17,6 +17,8 @@ PAPER: dict[str, Any] = {
     "momentum_masking": True,
 }
 ADAPTIVE = "adaptive"
+COMBINATIONS = ("auto", "mean", "senders")
+ROUND_SPARSITY = 0.95  # of signs, where none is given for rounds of averaging
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,8 +241,16 @@ class AveragingConfig(_Settings):
             the strategy starts TensorFlow too early for them.
         compression: a DGCConfig, to send only the largest changes of the parameters;
             what is not sent comes with a later round. Its steps are rounds, its
-            gradients changes, its `nonfinite` "raise", its budget for a round. None
-            sends everything.
+            gradients changes, its `nonfinite` "raise", its budget for a round. Without
+            a sparsity or a budget 5% of the elements go, as signs. None sends
+            everything.
+        combine: what compressed changes of an element become: "mean", the mean over all
+            workers; "senders", the mean over those that sent this element in this
+            round; or "auto". That is "senders" for optimizers that normalize their
+            steps, as Adam, Lion and RMSprop do, whose mean is too short a step, and
+            "mean" for SGD, and where there is an outer optimizer.
+        error_decay: what of a change that was not sent is left after each round, in
+            (0, 1]; by default 0.95 with "senders", and 1, all of it, with "mean".
         average_slots: average also what the optimizer keeps, such as momentum, which
             multiplies the traffic; by default that is each worker's own.
         non_trainable: which variables of layers that are not trained by gradients, such
@@ -252,7 +262,8 @@ class AveragingConfig(_Settings):
         TypeError: a value is of the wrong type.
 
     References:
-        See `tf_dgc.averaging`.
+        See `tf_dgc.averaging`. `combine` and `error_decay`: SparseLoCo, Sarfi et al.,
+        arXiv:2508.15706.
     """
 
     period: int | str = 16
@@ -261,6 +272,8 @@ class AveragingConfig(_Settings):
     synchronous_steps: int = 0
     outer_optimizer: Any = None
     compression: DGCConfig | None = None
+    combine: str = "auto"
+    error_decay: float | None = None
     average_slots: bool = False
     non_trainable: tuple[str, ...] = ("*",)
 
@@ -294,6 +307,14 @@ class AveragingConfig(_Settings):
         if self.compression and self.compression.nonfinite != "raise":
             rule = "of nonfinite='raise', as rounds always do"
             raise ValueError(_message("compression", rule, self))
+        if self.compression:
+            self._set("compression", _of_rounds(self.compression))
+        if self.combine not in COMBINATIONS:
+            raise ValueError(_message("combine", f"one of {COMBINATIONS}", self))
+        if self.error_decay is not None:
+            self._set("error_decay", _number("error_decay", self.error_decay))
+            if not 0 < self.error_decay <= 1:
+                raise ValueError(_message("error_decay", "None or in (0, 1]", self))
         if not isinstance(self.average_slots, bool):
             raise TypeError(_message("average_slots", "True or False", self))
         patterns: Any = self.non_trainable
@@ -429,6 +450,14 @@ class DownpourConfig(_Settings):
         """Return the settings as plain values, fit for JSON."""
         compression = self.compression and self.compression.get_config()
         return dataclasses.asdict(self) | {"compression": compression}
+
+
+def _of_rounds(compression: DGCConfig) -> DGCConfig:
+    """Return the settings of compressed rounds, where no sparsity was given."""
+    given = "sparsity" not in compression.not_given or compression.has_budget
+    if given or compression.value_dtype != "sign":
+        return compression
+    return dataclasses.replace(compression, sparsity=ROUND_SPARSITY)
 
 
 def _message(name: str, rule: str, config: object) -> str:

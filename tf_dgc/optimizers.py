@@ -288,6 +288,15 @@ def steps_by_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return _asked(_steps_by_gradients, optimizer, False)
 
 
+def normalizes_steps(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether steps are about as long, however large gradients are.
+
+    Those of Adam and its kin, Lion, Adagrad, RMSprop and Muon are, not those of SGD.
+    What cannot be tried out is believed not to be.
+    """
+    return not is_plain_sgd(optimizer) and _asked(_normalizes, optimizer, False)
+
+
 def _asked(
     question: Callable[..., bool], optimizer: keras.optimizers.Optimizer, fallback: bool
 ) -> bool:
@@ -316,6 +325,14 @@ def _is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     return own[0] != own[1] or own[0] == own[2]
 
 
+def _normalizes(optimizer: keras.optimizers.Optimizer) -> bool:
+    small, large = (
+        np.linalg.norm(weights[-1] - weights[0])
+        for weights in (_steps_of(optimizer, size, size) for size in (1.0, 100.0))
+    )
+    return bool(large < 10 * small)
+
+
 def _steps_by_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     copy = _copy_of(optimizer)
     variable = keras.Variable(tf.ones([8, 8]), name="kernel").value
@@ -340,22 +357,25 @@ def _copy_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
     return type(optimizer).from_config(config)
 
 
-def _steps_of(optimizer: keras.optimizers.Optimizer, others: float) -> np.ndarray:
+def _steps_of(
+    optimizer: keras.optimizers.Optimizer, others: float, first: float = 0.5
+) -> np.ndarray:
     """Try a copy of an optimizer out.
 
     Args:
         optimizer: of the user.
         others: by what the gradients are multiplied, but for the first.
+        first: the first of them.
 
     Returns:
         The weights before and after two steps, shape [3, 8, 8].
     """
     copy = _copy_of(optimizer)
-    first = np.arange(1, 65, dtype=np.float32).reshape(8, 8) / 64
-    variable = keras.Variable(first, dtype="float32", name="kernel")
+    begin = np.arange(1, 65, dtype=np.float32).reshape(8, 8) / 64
+    variable = keras.Variable(begin, dtype="float32", name="kernel")
     copy.build([variable])
-    gradient = others * np.cos(first)
-    gradient[0, 0] = 0.5
+    gradient = others * np.cos(begin)
+    gradient[0, 0] = first
     update, rate = _host.keras.update_step_of(copy), tf.constant(0.1)
     found = [variable.numpy()]
     for _ in range(2):

@@ -1,10 +1,13 @@
 """Tests of parameter averaging, with several workers as threads: law 6 and others."""
 
+import contextlib
 import pathlib
 import tempfile
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,9 +15,11 @@ from absl.testing import parameterized
 from ledgers import exchange, flushed, only
 from loopback import OWNER, Loopback, Owner, outcomes, run_workers
 
+from tf_dgc import ParameterAveragingStrategy
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import Averaging, Companions, Dense, Ledger
 from tf_dgc.exchanges.averaged import settle
+from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.transports.local import LocalTransport
 
 SHAPES = ((16, 8), (5,), (40, 3))
@@ -43,6 +48,7 @@ class Worker:
         *,
         outer: tuple[float, float] | None = None,
         averaged: int = 0,
+        combining: Combining = SUM,
         **settings: Any,
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
@@ -62,7 +68,8 @@ class Worker:
         self.averaging = Averaging(AveragingConfig(**settings))
         self.synchronizer = Ledger(transport, self.averaging)
         self.owner = Owner()
-        self.averaging.expect(self.owner, companions, step_outer if outer else None)
+        step = step_outer if outer else None
+        self.averaging.expect(self.owner, companions, step, combining)
         self.taken = 0
 
     def step(self, loss: float = 1.0) -> None:
@@ -328,6 +335,105 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
 
 
 @pytest.mark.long
+class CombiningTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters((False, 1 / 3), (True, 1.0))
+    def test_what_one_worker_alone_sends_is_applied_whole_among_senders(
+        self, senders: bool, share: float
+    ) -> None:
+        def work(transport: Loopback) -> Any:
+            config = DGCConfig(sparsity=0.9, min_elements=0)
+            worker = Worker(
+                transport, period=1, compression=config, combining=Combining(senders)
+            )
+            gradients = [np.zeros(shape, "float32") for shape in SHAPES]
+            gradients[0][transport.rank] = 1.0  # a row of its own
+            worker.apply(gradients)
+            return worker.values
+
+        found = run_workers(3, work)
+        for values in found:
+            moved = (start()[0] - values[0])[:3]
+            sent = moved[moved != 0]
+            self.assertAllClose(sent, np.full(sent.shape, share * RATE), rtol=1e-3)
+            self.assertGreater(sent.size, 8)
+            self.assertAllEqual(start()[0][3:], values[0][3:])
+        self.assertAllEqual(found[0][0], found[1][0])
+
+    @parameterized.parameters(1.0, 0.5)
+    def test_what_is_not_sent_decays_from_round_to_round(self, decay: float) -> None:
+        def work(transport: Loopback) -> Any:
+            compression = DGCConfig(sparsity=0.9, min_elements=0)
+            settings = {"combining": Combining(True, decay), "compression": compression}
+            worker = Worker(transport, period=1, **settings)
+            kept = [np.zeros(shape) for shape in SHAPES]
+            random = np.random.default_rng(0)
+            for _ in range(4):
+                before, speed = worker.values, [u.numpy() for u in worker.velocities]
+                gradients = [random.normal(size=s).astype("float32") for s in SHAPES]
+                worker.apply(gradients)
+                steps = [
+                    RATE * (MOMENTUM * u + g)
+                    for u, g in zip(speed, gradients, strict=True)
+                ]
+                applied = [b - a for b, a in zip(before, worker.values, strict=True)]
+                kept = [
+                    decay * k + step - a
+                    for k, step, a in zip(kept, steps, applied, strict=True)
+                ]
+            return kept, float(worker.synchronizer.residual_norm())
+
+        ((kept, norm),) = run_workers(1, work)
+        expected = np.sqrt(sum(np.sum(np.square(k)) for k in kept))
+        self.assertAllClose(norm, expected, rtol=1e-4)
+
+    @parameterized.named_parameters(
+        ("Adam", "Adam", {}, Combining(True, 0.95)),
+        ("SGD", "SGD", {}, SUM),
+        ("Adam, told", "Adam", {"combine": "mean"}, SUM),
+        ("SGD, told", "SGD", {"combine": "senders"}, Combining(True, 0.95)),
+        ("a decay", "SGD", {"error_decay": 0.9}, Combining(False, 0.9)),
+        ("an outer optimizer", "Adam", {"outer_optimizer": keras.optimizers.SGD}, SUM),
+    )
+    def test_changes_are_combined_by_what_made_them(
+        self, name: str, settings: Any, expected: Combining
+    ) -> None:
+        settings = {"compression": DGCConfig(min_elements=1), "period": 1} | settings
+        config = AveragingConfig(**settings)
+        strategy = ParameterAveragingStrategy(config, transport="local")
+        with (
+            strategy.scope(),
+            mock.patch.object(Averaging, "expect", autospec=True) as expect,
+        ):
+            optimizer = getattr(keras.optimizers, name)(0.1)
+            variable = keras.Variable(tf.zeros([4]))
+            optimizer.build([variable])
+            expect.side_effect = InterruptedError
+            with contextlib.suppress(InterruptedError):
+                strategy.run(lambda: optimizer.apply([tf.ones([4])], [variable]))
+        self.assertEqual(expect.call_args.args[-1], expected)
+
+    def test_rounds_send_signs_of_5_percent_where_nothing_is_said(self) -> None:
+        found: Any = AveragingConfig(compression=DGCConfig()).compression
+        self.assertEqual((found.sparsity, found.value_dtype), (0.95, "sign"))
+        again = AveragingConfig.from_config(
+            AveragingConfig(compression=DGCConfig()).get_config()
+        )
+        self.assertEqual(again.compression, found)
+        for given in (DGCConfig(sparsity=0.99), DGCConfig(ratio=50)):
+            config = AveragingConfig(compression=given)
+            self.assertEqual(config.compression, given)
+
+    @parameterized.parameters(
+        ({"combine": "sum"}, "`combine` must be one of"),
+        ({"error_decay": 0.0}, "`error_decay` must be None or in"),
+        ({"error_decay": 1.5}, "`error_decay` must be None or in"),
+        ({"error_decay": float("nan")}, "`error_decay` must be None or in"),
+    )
+    def test_other_settings_are_refused(self, settings: Any, text: str) -> None:
+        with self.assertRaisesRegex(ValueError, text):
+            AveragingConfig(**settings)
+
+
 class RoundTest(parameterized.TestCase, tf.test.TestCase):
     def test_statistics_are_averaged_with_the_parameters(self) -> None:
         def work(transport: Loopback) -> list[float]:

@@ -363,6 +363,22 @@ def densify(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
     return summed
 
 
+def average(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Sum, as `densify` does, but N times the mean over those that sent an element.
+
+    Args:
+        arena: as for `densify`.
+        positions: as for `densify`; P in unused slots.
+        values: as for `densify`.
+
+    Returns:
+        shape [P], float32; 0 where nobody sent.
+    """
+    senders = densify(arena, positions, tf.ones_like(values))
+    scale = tf.cast(positions.shape[0], tf.float32) / tf.maximum(senders, 1.0)
+    return scale * densify(arena, positions, values)
+
+
 class Windows(NamedTuple):
     """Where tensors are looked for in a message, a stretch of R places for each."""
 

@@ -68,9 +68,16 @@ class Total(Target):
         variable: the last sum, shape [P].
     """
 
-    def __init__(self, layout: Layout, device: str) -> None:
-        """Create the arena, zero, outside of any graph."""
-        self._layout, self._device = layout, device
+    def __init__(self, layout: Layout, device: str, by_senders: bool = False) -> None:
+        """Create the arena, zero, outside of any graph.
+
+        Args:
+            layout: of the arena.
+            device: where it is.
+            by_senders: whether an element is to be N times the mean over the workers
+                that sent it, in the place of their sum.
+        """
+        self._layout, self._device, self._by_senders = layout, device, by_senders
         with tf.init_scope(), tf.device(device):
             self.variable = own_variable(tf.zeros([layout.size]), "dgc_total")
 
@@ -78,7 +85,8 @@ class Total(Target):
         self, total: Sparse, slots: Sequence[int], number: tf.Tensor | None
     ) -> None:
         """Add up what was sent."""
-        inplace.update(self._device, selection.densify, self.variable, *total)
+        sum_up = selection.average if self._by_senders else selection.densify
+        inplace.update(self._device, sum_up, self.variable, *total)
 
     def take_dense(self, total: tf.Tensor) -> None:
         """Take a sum, shape [P]."""

@@ -20,6 +20,7 @@ from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.figures import RoundStats, TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.ledger import Ledger
+from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.exchanges.parts import Ballot, Part, refuse_other_data
 from tf_dgc.transports import handshake
 
@@ -506,13 +507,17 @@ class Averaging:
         self._config = config
         self.lockstep = config.synchronous_steps > 0
         self._expected: weakref.WeakKeyDictionary[
-            Any, tuple[Companions, Outer | None]
+            Any, tuple[Companions, Outer | None, Combining]
         ] = weakref.WeakKeyDictionary()
         with tf.init_scope(), tf.device("CPU:0"):
             self.loss = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
 
     def expect(
-        self, owner: Any, companions: Companions, outer: Outer | None = None
+        self,
+        owner: Any,
+        companions: Companions,
+        outer: Outer | None = None,
+        combining: Combining = SUM,
     ) -> None:
         """Say what belongs to an owner, before its first exchange.
 
@@ -520,17 +525,19 @@ class Averaging:
             owner: of the exchange to come.
             companions: what is averaged, or saved, beside its parameters.
             outer: the outer optimizer's step; None subtracts.
+            combining: of compressed changes.
         """
-        self._expected[owner] = companions, outer
+        self._expected[owner] = companions, outer, combining
 
     def __call__(self, place: Place, taken_over: TakenOver | None) -> Averaged:
         """Make an exchange; momentum stays the optimizer's own."""
         compression = self._config.compression
-        companions, outer = self._expected[place.owner()]
+        companions, outer, combining = self._expected[place.owner()]
         inner: Exchange = Dense(place)
         if compression:
             siblings = [other.inner for other in place.siblings]
-            inner = Compressed(place._replace(siblings=siblings), None, compression)
+            beside = place._replace(siblings=siblings)
+            inner = Compressed(beside, None, compression, combining=combining)
         return Averaged(place, self._config, inner, companions, outer, self.loss)
 
 

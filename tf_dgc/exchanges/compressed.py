@@ -22,7 +22,7 @@ from tf_dgc.exchanges.base import (
     Update,
 )
 from tf_dgc.exchanges.figures import TensorStats
-from tf_dgc.exchanges.modes import Contribution, Mode, OwnSteps
+from tf_dgc.exchanges.modes import SUM, Combining, Contribution, Mode, OwnSteps
 from tf_dgc.exchanges.parts import Part, weighed_sum
 from tf_dgc.exchanges.residual import Residual
 from tf_dgc.transports import handshake
@@ -48,6 +48,7 @@ class Compressed(Exchange):
         taken_over: TakenOver | None,
         config: DGCConfig,
         workers: Callable[[Transport], Workers] = one,
+        combining: Combining = SUM,
     ) -> None:
         """Create the variables outside of any graph: zero, but for momentum so far.
 
@@ -56,6 +57,7 @@ class Compressed(Exchange):
             taken_over: what the optimizer leaves to the exchange in the first step.
             config: the settings.
             workers: which the process is.
+            combining: of what workers send; by default it is added up.
         """
         super().__init__(place)
         self._workers = workers(self.transport)
@@ -79,7 +81,9 @@ class Compressed(Exchange):
             (o.residual, o.mode) for o in place.siblings if isinstance(o, Compressed)
         ]
         tensors = self.variables, self._large
-        self.residual, self.mode = modes.opened(wire, *tensors, taken, earlier)
+        self.residual, self.mode = modes.opened(
+            wire, *tensors, taken, earlier, combining
+        )
         self._sums = formats.sums_of(wire)
         self._agree(modes.describe(taken))
         formats.tell(wire, self.variables)

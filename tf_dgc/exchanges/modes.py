@@ -19,6 +19,22 @@ from tf_dgc.exchanges.residual import Keeping, Passing, Residual
 from tf_dgc.transports.sums import Sparse, Wire
 
 
+class Combining(NamedTuple):
+    """Combination of what N workers send, and what is left of the rest.
+
+    Attributes:
+        senders: whether an element becomes N times the mean over those that sent it, in
+            the place of the sum.
+        decay: of the residual, before a step adds to it; 1 keeps all.
+    """
+
+    senders: bool = False
+    decay: float = 1.0
+
+
+SUM = Combining()
+
+
 class Contribution(NamedTuple):
     """Of a worker to a step; of each worker, the first axis is W."""
 
@@ -75,12 +91,17 @@ class Mode(abc.ABC):
 class Gradients(Mode):
     """Gradients are accumulated, or the steps of SGD along them."""
 
-    def __init__(self, residual: Residual, target: Target, is_step: bool) -> None:
-        """Take the state, where sums go, and whether they are steps of SGD."""
+    def __init__(
+        self, residual: Residual, target: Target, is_step: bool, decay: float = 1.0
+    ) -> None:
+        """Take the state, where sums go, whether they are steps of SGD, and a decay."""
         self._residual, self._target, self.is_step = residual, target, is_step
+        self._decay = decay
 
     def add(self, share: Contribution, whole: bool) -> Keeping:
         """Add the gradient to v; with momentum, where that is taken over."""
+        if self._decay < 1:
+            self._residual.decay(self._decay)
         momentum = momentum_in(share.taken_over)
         self._residual.add(share.gradient, momentum, share.scale * share.factor)
         return self._residual
@@ -172,6 +193,7 @@ def opened(
     large: Sequence[int],
     taken: TakenOver | None,
     earlier: Sequence[tuple[Residual, Mode]],
+    combining: Combining,
 ) -> tuple[Residual, Mode]:
     """Return the state of an exchange, with the momentum so far, and its mode.
 
@@ -181,8 +203,12 @@ def opened(
         large: the indices of those in the arena.
         taken: what `accumulated` returned.
         earlier: those of the same optimizer that were opened before.
+        combining: of what is sent; by default only where gradients are accumulated.
     """
     residual = _residual_of(wire, variables, large, taken, [r for r, _ in earlier])
+    if combining != SUM:
+        target = Total(wire.layout, wire.transport.device, combining.senders)
+        return residual, Gradients(residual, target, False, combining.decay)
     others = [mode for _, mode in earlier]
     return residual, _mode_of(wire, residual, variables, large, taken, others)
 

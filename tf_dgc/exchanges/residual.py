@@ -238,6 +238,10 @@ class Residual(Keeping):
         if self.config.rate_correction and self.unit == "steps":
             tf.cond(falls, scale, lambda: None)
 
+    def decay(self, factor: float) -> None:
+        """Multiply v, of which so a part is never sent."""
+        self.v.assign(factor * self.v, read_value=False)
+
     def add(
         self,
         gradient: tf.Tensor,

@@ -15,11 +15,14 @@ from tf_dgc.exchanges import Averaging, Companions
 from tf_dgc.exchanges.averaged import Outer, settle
 from tf_dgc.exchanges.figures import RoundStats
 from tf_dgc.exchanges.inplace import unseen
+from tf_dgc.exchanges.modes import Combining
 from tf_dgc.strategies.base import BaseStrategy, constrain
 from tf_dgc.transports import Transport, resolve
 from tf_dgc.transports.mesh import Mesh
 
 _logger = logging.getLogger("tf_dgc")
+
+SENDERS_DECAY = 0.95  # of what was not sent, in Sarfi et al., arXiv:2508.15706
 
 
 class ParameterAveragingStrategy(BaseStrategy):
@@ -170,9 +173,24 @@ class ParameterAveragingStrategy(BaseStrategy):
         if not self._ledger.knows(optimizer, used):
             with tf.init_scope():
                 companions = self._companions_of(optimizer)
-                step = self._outer_step(optimizer)
-                self._averaging.expect(optimizer, companions, step)
+                step, combining = (
+                    self._outer_step(optimizer),
+                    self._combining(optimizer),
+                )
+                self._averaging.expect(optimizer, companions, step, combining)
         super().exchange_and_update(optimizer, pairs, learning_rate, update)
+
+    def _combining(self, optimizer: keras.optimizers.Optimizer) -> Combining:
+        """Return what becomes of compressed changes that an optimizer has made."""
+        config, rule = self._settings, self._settings.combine
+        if rule == "auto":
+            plain = config.outer_optimizer is not None or config.compression is None
+            short = not plain and optimizers.normalizes_steps(optimizer)
+            rule = "senders" if short else "mean"
+        decay = config.error_decay
+        if decay is None:
+            decay = SENDERS_DECAY if rule == "senders" else 1.0
+        return Combining(rule == "senders", decay)
 
     def _companions_of(self, optimizer: keras.optimizers.Optimizer) -> Companions:
         config = self._settings
