@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tf_dgc
 from tf_dgc.transports.base import Transport
+from tf_dgc.transports.local import LocalTransport
 
 TIMEOUT_SECONDS = 60.0
 _DEVICE = "/device:CPU:0"
@@ -44,6 +45,7 @@ class Hub:
         self._rounds = [0] * size
         self._places: dict[int, dict[int, Any]] = {}
         self._gone: set[int] = set()
+        self._groups: dict[tuple[int, ...], Hub] = {}
 
     def meet(self, rank: int, call: Any, value: Any) -> list[Any]:
         """Return the values of all workers; a worker that is gone or late raises."""
@@ -66,11 +68,19 @@ class Hub:
             raise ConnectionError(f"Workers make different calls: {calls}")
         return [places[other][1] for other in range(self.size)]
 
+    def of_group(self, ranks: tuple[int, ...]) -> "Hub":
+        """Return the hub of some of the workers."""
+        with self._condition:
+            return self._groups.setdefault(ranks, Hub(len(ranks)))
+
     def leave(self, rank: int) -> None:
         """Let nobody wait for this worker any more."""
         with self._condition:
             self._gone.add(rank)
             self._condition.notify_all()
+        for ranks, hub in self._groups.items():
+            if rank in ranks:
+                hub.leave(ranks.index(rank))
 
 
 class Loopback(Transport):
@@ -124,6 +134,14 @@ class Loopback(Transport):
             return super().all_to_all(tensor, name)
         found = self._meet("all_to_all", name, [tensor.numpy()])
         return tf.constant(np.stack([array[self.rank] for (array,) in found]))
+
+    def group(self, parts: Sequence[Sequence[int]]) -> Transport:
+        """Meet in a hub of the group."""
+        for ranks in parts:
+            if self.rank in ranks:
+                hub = self.hub.of_group(tuple(ranks))
+                return Loopback(hub, list(ranks).index(self.rank))
+        return LocalTransport()
 
     def _traced(
         self, call: Any, tensors: Sequence[tf.Tensor], name: str

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import transports
-from tf_dgc.transports import Transport
+from tf_dgc.transports import Transport, grid
 
 CHECKS: dict[str, Callable[[Transport], None]] = {}
 NEEDS_GRAPHS: set[str] = set()
@@ -218,6 +218,27 @@ def broadcasts_keep_bits(transport: Transport) -> None:
 
 
 @check
+def groups_carry_tensors_of_their_own(transport: Transport) -> None:
+    ranks = list(range(transport.size))
+    whole = transport.group([ranks])
+    equal(whole.all_gather(tf.constant(transport.rank), "whole"), ranks)
+    parts = [part for part in (ranks[::2], ranks[1::2]) if part]
+    group = transport.group(parts)
+    (own,) = [part for part in parts if transport.rank in part]
+    assert (group.rank, group.size) == (own.index(transport.rank), len(own))
+    equal(group.all_gather(tf.constant(transport.rank), "group"), own)
+    (total,) = group.all_reduce([tf.constant(float(transport.rank))], "group.sum")
+    equal(total, sum(own))
+    rows = tf.constant([100 * transport.rank + place for place in range(len(own))])
+    received = group.all_to_all(rows, "group.rows")
+    equal(received, [100 * rank + group.rank for rank in own])
+    if ranks[1:]:
+        others = transport.group([ranks[1:]])
+        assert others.size == (len(ranks) - 1 if transport.rank else 1)
+    equal(transport.all_gather(tf.constant(transport.rank), "after"), ranks)
+
+
+@check
 def a_barrier_lets_all_pass(transport: Transport) -> None:
     for _ in range(3):
         transport.barrier()
@@ -344,8 +365,8 @@ def threads_do_not_pile_up(transport: Transport) -> None:
     assert threads() < before + 50, (before, threads())  # of 1500 collectives
 
 
-def keeps(name: str, transport: str) -> list[Any]:
+def keeps(name: str, transport: str, over_grid: bool = False) -> list[Any]:
     """Make a check; for the workers of `pool.py`."""
     found = transports.resolve(transport)
-    CHECKS[name](found)
+    CHECKS[name](grid.Grid(found) if over_grid else found)
     return [found.rank, found.name]

@@ -1,18 +1,21 @@
 """Every transport keeps one contract, that of `contract.py`."""
 
+import os
 from typing import ClassVar
+from unittest import mock
 
 import contract
 import pool
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
-from loopback import run_workers
+from loopback import Loopback, run_workers
 
-from tf_dgc.transports import Transport
+from tf_dgc.transports import Transport, grid
 from tf_dgc.transports.base import fuse
 from tf_dgc.transports.local import LocalTransport
 
+TRANSPORTS = ("collective", "horovod", "hybrid")
 EAGER = [name for name in contract.CHECKS if name not in contract.NEEDS_GRAPHS]
 
 
@@ -24,6 +27,66 @@ class InThisProcess(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(name=EAGER, workers=[1, 2, 5])
     def test_loopback(self, name: str, workers: int) -> None:
         run_workers(workers, contract.CHECKS[name])
+
+    @parameterized.product(name=EAGER, workers=[9, 12])
+    def test_a_grid_over_loopback(self, name: str, workers: int) -> None:
+        def work(transport: Transport) -> None:
+            contract.CHECKS[name](grid.Grid(transport))
+
+        run_workers(workers, work)
+
+    def test_large_tensors_are_summed_at_once(self) -> None:
+        def work(transport: Loopback) -> list[str]:
+            own = grid.Grid(transport)
+            for elements in (1, grid.MOST_BYTES // 4, grid.MOST_BYTES // 4 + 1):
+                own.all_reduce([tf.ones([elements])], f"of {elements}")
+            return [sent.name for sent in transport.sent]
+
+        self.assertEqual(run_workers(9, work)[0], [f"of {grid.MOST_BYTES // 4 + 1}"])
+
+    def test_the_sides_of_a_grid_are_as_equal_as_can_be(self) -> None:
+        found = {n: grid.sides(n) for n in (1, 7, 9, 12, 16, 24, 1024)}
+        expected = {
+            1: (1, 1),
+            7: (1, 7),
+            9: (3, 3),
+            12: (3, 4),
+            16: (4, 4),
+            24: (4, 6),
+            1024: (32, 32),
+        }
+        self.assertEqual(found, expected)
+
+    @parameterized.parameters(
+        ("off", 9, False), ("on", 9, True), ("on", 8, False), ("auto", 8, False)
+    )
+    def test_a_grid_is_taken_as_told(self, told: str, workers: int, yes: bool) -> None:
+        with mock.patch.dict(os.environ, TF_DGC_GRID=told):
+            for found in run_workers(workers, grid.chosen):
+                self.assertEqual(isinstance(found, grid.Grid), yes)
+
+    @parameterized.parameters(
+        (1e-4, 1e-5, False), (5e-2, 1e-2, True), (5e-2, 4e-2, False)
+    )
+    def test_a_grid_is_taken_where_it_is_measured_to_be_faster(
+        self, ring: float, over_grid: float, yes: bool
+    ) -> None:
+        def seconds(transport: Transport) -> float:
+            # Rank 0 decides: what others measure is noise.
+            if transport.rank:
+                return 1.0
+            return over_grid if isinstance(transport, grid.Grid) else ring
+
+        with mock.patch.object(grid, "_seconds", seconds):
+            for found in run_workers(9, grid.chosen):
+                self.assertEqual(isinstance(found, grid.Grid), yes)
+
+    def test_another_word_is_refused(self) -> None:
+        with (
+            mock.patch.dict(os.environ, TF_DGC_GRID="yes"),
+            self.assertRaisesRegex(ValueError, "TF_DGC_GRID must be one of auto, on"),
+        ):
+            grid.chosen(LocalTransport())
 
     def test_a_transport_that_only_gathers_sends_rows(self) -> None:
         def work(transport: Transport) -> list[int]:
@@ -86,6 +149,16 @@ class HorovodOfThree(Contract):
 
 class Hybrid(Contract):
     transport = "hybrid"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+class OverAGridTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.product(name=[*contract.CHECKS], transport=TRANSPORTS)
+    def test_contract(self, name: str, transport: str) -> None:
+        settings = {"name": name, "transport": transport, "over_grid": True}
+        found = pool.run(transport, 9, "contract", "keeps", **settings)
+        self.assertEqual(found, [[i, transport] for i in range(9)])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +31,6 @@ def transport() -> HorovodTransport:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
         RuntimeError: Horovod sees one worker where MPI started several.
     """
-    # Read by Horovod when it starts; `hierarchical` needs it.
-    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return HorovodTransport()
 
 

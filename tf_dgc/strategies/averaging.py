@@ -87,7 +87,7 @@ class ParameterAveragingStrategy(BaseStrategy):
         try:
             found = resolve(transport)  # before any variable is made
             self._averaging = Averaging(config)
-            super().__init__(Mesh.of(found), config, self._averaging)
+            super().__init__(Mesh.over(found), config, self._averaging)
         except RuntimeError as error:
             if hasattr(config.outer_optimizer, "apply"):
                 raise RuntimeError(

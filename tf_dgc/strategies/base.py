@@ -611,4 +611,4 @@ class DenseStrategy(BaseStrategy):
             TimeoutError: a worker did not come; names it.
             RuntimeError, ImportError: see `transports.resolve`.
         """
-        super().__init__(Mesh.of(resolve(transport)), None, EachStep(None))
+        super().__init__(Mesh.over(resolve(transport)), None, EachStep(None))

@@ -43,4 +43,4 @@ class DGCStrategy(BaseStrategy):
             raise TypeError(
                 f"`config` must be a DGCConfig. Received: config={config!r}"
             )
-        super().__init__(Mesh.of(resolve(transport)), config, EachStep(config))
+        super().__init__(Mesh.over(resolve(transport)), config, EachStep(config))

@@ -221,6 +221,24 @@ class Transport(abc.ABC):
         summed = self.all_reduce(words, name)
         return [from_words(*pair) for pair in zip(summed, tensors, strict=True)]
 
+    def group(self, parts: Sequence[Sequence[int]]) -> "Transport":
+        """Return the same among some of the workers; all workers call this alike.
+
+        Args:
+            parts: disjoint groups, each of ascending ranks.
+
+        Returns:
+            A transport in the group that this worker is of, whose ranks are places in
+            it; of none, that of a worker that is alone.
+
+        Raises:
+            ValueError: this transport carries tensors between all workers only.
+        """
+        raise ValueError(
+            f"The transport {self.name!r} carries tensors between all workers only, "
+            f"and not in groups of them. Received: groups {list(parts)}"
+        )
+
     def holds_on_all(self, own: tf.Tensor, name: str) -> tf.Tensor:
         """Tell all workers whether something is true on each of them.
 

@@ -6,7 +6,9 @@ service and the collective runtime. Its gradient path is not used.
 
 import atexit
 import contextlib
+import copy
 import functools
+import itertools
 import logging
 import os
 import re
@@ -17,6 +19,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, ending, rendezvous
+from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.turnstile import END, Turnstile
 from tf_dgc.transports.watchdog import DONE, STEP, Watchdog, complaint
 
@@ -126,6 +129,7 @@ class CollectiveTransport(base.Transport):
         with tf.init_scope(), tf.device(self.device):
             self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
         self._turnstile = Turnstile()
+        self._first_group, self._groups = _FIRST_GROUP, itertools.count(1)
         self.addresses = list(addresses)
         self._places: dict[int, str] = {}  # where workers wait, and in which call
         self._waits = -1
@@ -179,6 +183,21 @@ class CollectiveTransport(base.Transport):
             result = restore(tf.reshape(received, tf.shape(tensor)))
         result.set_shape(tensor.shape)
         return result
+
+    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+        """Return the same in the group of which this worker is one.
+
+        Group keys of TensorFlow count the groups that were made, on all workers alike.
+        """
+        numbers = [next(self._groups) for _ in parts]
+        for number, ranks in zip(numbers, parts, strict=True):
+            if self.rank in ranks:
+                other = copy.copy(self)
+                other.rank, other.size = list(ranks).index(self.rank), len(ranks)
+                other.addresses = [self.addresses[rank] for rank in ranks]
+                other._first_group = _FIRST_GROUP + number * _KINDS * len(_REDUCED)
+                return other
+        return LocalTransport()
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
@@ -282,7 +301,7 @@ class CollectiveTransport(base.Transport):
             )
 
     def _arguments(self, vector: tf.Tensor, kind: int) -> dict[str, object]:
-        group = _FIRST_GROUP + _KINDS * _REDUCED.index(vector.dtype) + kind
+        group = self._first_group + _KINDS * _REDUCED.index(vector.dtype) + kind
         with tf.device("CPU:0"):
             return {
                 "group_size": tf.constant(self.size),

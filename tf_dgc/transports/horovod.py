@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base
+from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.schedulers import SRUN_SIZE
 from tf_dgc.transports.turnstile import Turnstile
 from tf_dgc.transports.watchdog import STEP, Watchdog, complaint
@@ -61,6 +62,7 @@ def initialize(timeout: float) -> tuple[int, int]:
     """
     # Read by Horovod when it starts; what the user has set stays.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(timeout) or 1))
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # for `group`
     hvd = import_horovod()
     hvd.init()
     # Built without MPI it takes each process that mpirun starts for a job of its own.
@@ -130,6 +132,8 @@ class HorovodTransport(base.Transport):
         import horovod.tensorflow as hvd
 
         self.rank, self.size = hvd.rank(), hvd.size()
+        # That were added, by their ranks: none may be added twice.
+        self._process_sets: dict[tuple[int, ...], Any] = {}
         self._functions: dict[tuple[str, tf.DType], Callable[..., tf.Tensor]] = {}
         self._turnstile = Turnstile()
         self._watchdog = Watchdog(self._turnstile.calls, self.timeout, self._abort)
@@ -176,6 +180,26 @@ class HorovodTransport(base.Transport):
         other._among = {"process_set": process_set}
         other._functions = {}
         return other
+
+    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+        """Return the same in the process set of which this worker is one.
+
+        Horovod must have been started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+        """
+        import horovod.tensorflow as hvd
+
+        found: base.Transport = LocalTransport()
+        for ranks in parts:
+            if len(ranks) == hvd.size():  # which cannot be added again
+                among = hvd.global_process_set
+            else:
+                among = self._process_sets.setdefault(tuple(ranks), None)
+                if among is None:
+                    among = hvd.add_process_set(list(ranks))
+                    self._process_sets[tuple(ranks)] = among
+            if hvd.rank() in ranks:
+                found = self.within(among)
+        return found
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""

@@ -1,7 +1,9 @@
 """Dense tensors through TensorFlow's collectives, others through Horovod."""
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import tensorflow as tf
 
@@ -49,6 +51,17 @@ class HybridTransport(base.Transport):
         self._sparse = HorovodTransport(timeout=timeout)
         self.timeout, self.rank, self.size = timeout, rank, size
         self.device, self.addresses = self._dense.device, addresses
+
+    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+        """Return the same in the group of which this worker is one."""
+        dense, sparse = self._dense.group(parts), self._sparse.group(parts)
+        if not isinstance(dense, CollectiveTransport):
+            return dense  # of a worker that is alone
+        other = copy.copy(self)
+        other._dense, other._sparse = dense, cast(HorovodTransport, sparse)
+        other.rank, other.size = dense.rank, dense.size
+        other.addresses = dense.addresses
+        return other
 
     @contextlib.contextmanager
     def at_end(self, batches: int) -> Iterator[None]:

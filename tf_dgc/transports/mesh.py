@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc.transports import base
+from tf_dgc.transports import base, grid
 from tf_dgc.transports.horovod import HorovodTransport
 
 
@@ -32,6 +32,13 @@ class Mesh(NamedTuple):
             return cls(transport.everybody, transport, transport.everybody.size)
         return cls(transport, transport, transport.size)
 
+    @classmethod
+    def over(cls, transport: base.Transport) -> "Mesh":
+        """Return the same, over a grid where it pays; all workers call this."""
+        if isinstance(transport, HierarchicalTransport):
+            return cls.of(transport)
+        return cls.of(grid.chosen(transport))
+
     def within_nodes(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum what the workers of a node hold, where they have one voice together."""
         if isinstance(self.voices, HierarchicalTransport):
@@ -56,7 +63,7 @@ class HierarchicalTransport(base.Transport):
         """Make a process set of each node, and one of their first workers.
 
         Args:
-            everybody: started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+            everybody: of workers on several nodes.
 
         Raises:
             ValueError: the nodes have different numbers of workers, or process sets
@@ -83,15 +90,8 @@ class HierarchicalTransport(base.Transport):
             for each in range(self.size)
         ]
         firsts = [ranks[0] for ranks in members]
-        among = [
-            hvd.add_process_set(ranks)
-            if len(ranks) < everybody.size
-            else hvd.global_process_set  # which cannot be added again
-            for ranks in [*members, firsts]
-        ]
-        self._within = everybody.within(among[self.rank])
-        first = everybody.rank in firsts
-        self._between = everybody.within(among[-1]) if first else None
+        self._within, between = everybody.group(members), everybody.group([firsts])
+        self._between = between if everybody.rank in firsts else None
         with tf.init_scope(), tf.device(self.device):
             zero = tf.zeros([], tf.int64)
             self._zero = tf.Variable(zero, trainable=False, name="tf_dgc_zero")
