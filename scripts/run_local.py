@@ -4,10 +4,11 @@
     python scripts/run_local.py -n 2 -- python train.py --epochs 3
 
 Every worker gets a `TF_CONFIG` that names all of them on free ports, so that
-`tf_dgc` (and any other user of `TF_CONFIG`) finds its peers. Each line of output
-is prefixed with the rank. When one worker fails, the others are ended, and the
-exit status is that of the first to fail (128 + N for signal N, 124 for a
-timeout). Ctrl-C and SIGTERM are passed on. No process is left behind.
+`tf_dgc` (and any other user of `TF_CONFIG`) finds its peers. On a terminal the
+output of worker 0 is seen, elsewhere each line behind its rank. When one worker
+fails, the others are ended, and the exit status is that of the first to fail
+(128 + N for signal N, 124 for a timeout). Ctrl-C and SIGTERM are passed on. No
+process is left behind.
 
     python scripts/run_local.py -n 4 --ps 2 -- python train.py
 
@@ -18,13 +19,16 @@ It is what `tf-dgc-run` does on one machine, for any command and from a checkout
 """
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from tf_dgc.launcher import screen
 from tf_dgc.launcher.job import Job
-from tf_dgc.launcher.workers import start_here
+from tf_dgc.launcher.terminals import of_this_process
+from tf_dgc.launcher.workers import QUIET, start_here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"`--ps` must be 0 or more. Received: --ps {options.ps}")
     if not command:
         parser.error("no command to run; write it behind `--`")
-    job = Job("run_local", options.timeout, options.grace, options.ps)
-    return job.run(lambda attempt: start_here(command, options.n, options.ps))
+    view = screen.of_option(None, QUIET not in os.environ, of_this_process())
+    job = Job("run_local", options.timeout, options.grace, options.ps, view)
+    return job.run(lambda _: start_here(command, options.n, options.ps, view=view))
 
 
 if __name__ == "__main__":

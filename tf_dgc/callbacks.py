@@ -232,6 +232,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             return
         with _named(self._folder / position.name):
             self._restore(strategy, position)
+        if strategy.is_chief and self.params.get("verbose"):
+            _host.keras.say(f"tf_dgc: training goes on {_after(position)}")
         if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
             strategy.tell_epoch(position.epoch)
 
@@ -458,6 +460,13 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 "everywhere to begin anew."
             )
         return backups.of_number(max(common)) if common else None
+
+
+def _after(position: backups.Position) -> str:
+    """Say where a backup was made, counted from 1 as Keras prints epochs."""
+    if position.step:
+        return f"in epoch {position.epoch + 1}, after {position.step} of its steps"
+    return f"after epoch {position.epoch}"
 
 
 @contextlib.contextmanager

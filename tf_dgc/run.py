@@ -7,7 +7,8 @@
 
 Each worker gets a `TF_CONFIG` that names all of them, by which the strategies find each
 other. With `--strategy` the script needs no changed line: the strategy is made and set
-when it first uses TensorFlow. Each line of output is prefixed with the worker's rank.
+when it first uses TensorFlow. On a terminal the output of worker 0 is seen, and what
+others warn of; elsewhere all output, each line behind the worker's rank.
 When one worker fails, all are ended, and with `--restarts` the job is started again: it
 continues where its `BackupState` has its last backup. Ctrl-C and SIGTERM are passed on
 to all workers.
@@ -35,7 +36,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from tf_dgc.launcher import hosts, settings, workers
+from tf_dgc.launcher import hosts, screen, settings, terminals, workers
 from tf_dgc.launcher.job import Group, Job
 from tf_dgc.launcher.workers import Command
 
@@ -102,6 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=30.0,
         help="seconds after which a host that cannot be heard is lost",
+    )
+    seen = parser.add_argument_group("what is seen")
+    seen.add_argument(
+        "--output",
+        metavar="chief|all|FOLDER",
+        help="the chief's output, as of one process, and the others' warnings (chief: "
+        "so on a terminal); every line, behind its worker's rank (all: so elsewhere); "
+        "or as chief, and a file for each worker in a folder",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -218,9 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options)
         places, command = _places(options), _command(options)
         environment = _environment(options)
+        if options.output == "all":
+            environment = {"TF_DGC_TRACES": "all"} | environment
+        quiet = workers.QUIET not in {**os.environ, **environment}
+        terminal = terminals.of_this_process()
+        view = screen.of_option(options.output, quiet, terminal)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
-    job = Job(NAME, options.timeout, options.grace, options.ps)
+    job = Job(NAME, options.timeout, options.grace, options.ps, view)
     if options.verify:
         from tf_dgc.verify.command import verify  # needs NumPy
 
@@ -232,10 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = environment | {"TF_DGC_ATTEMPT": str(attempt), "TF_DGC_LAUNCH": launch}
         if places[0].address == "localhost":
             command.require()
-            return workers.start_here(command.words, places[0].slots, options.ps, own)
+            here = places[0].slots, options.ps, own, view
+            return workers.start_here(command.words, *here)
         ssh = hosts.Ssh(options.ssh, options.grace, options.silence)
         passed = hosts.passed_on(os.environ) | own
-        how = passed, ssh, lambda: job.received, options.ps
+        how = passed, ssh, lambda: job.received, options.ps, view
         return hosts.Hosts(command, places, *how)
 
     return job.run(start, options.restarts, options.pause)

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+# Name of the operations by which something is refused; `_host.tracebacks` knows it.
+REFUSAL = "tf_dgc_refuses"
 _SMALL = 2**14  # elements
 
 
@@ -105,7 +107,10 @@ def require(
         with tf.device("CPU:0"):
             data = [tf.convert_to_tensor(part) for part in told()]
             raised = tf.raw_ops.Assert(
-                condition=ok, data=data, summarize=summarize or 3
+                condition=ok,
+                data=data,
+                summarize=summarize or 3,
+                name=REFUSAL,
             )
             with tf.control_dependencies([raised]):
                 return tf.identity(ok)

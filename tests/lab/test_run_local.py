@@ -88,7 +88,7 @@ class OutputTest(unittest.TestCase):
 
     def test_bytes(self) -> None:
         for name, written, expected in (
-            ("progress bar", b"1/2\r2/2\r\n", b"[0] 1/2\r[0] 2/2\r\n"),
+            ("progress bar", b"1/2\r2/2\r\n", b"[0] 2/2\r\n"),
             ("bar at the end", b"1/2\r", b"[0] 1/2\r\n"),
             ("no text", b"\xff\xfe\n", b"[0] \xff\xfe\n"),
         ):

@@ -17,6 +17,7 @@ from tf_dgc._host import (
     shared,
     startup,
     tensorflow,
+    tracebacks,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "shared",
     "startup",
     "tensorflow",
+    "tracebacks",
 ]

@@ -21,6 +21,7 @@ with probe.imports():
     from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
     from keras.src.trainers.epoch_iterator import EpochIterator
+    from keras.src.utils import io_utils
     from tensorflow.python.data.ops import batch_op, interleave_op, map_op, readers
     from tensorflow.python.data.util import random_seed as data_random_seed
     from tensorflow.python.framework import random_seed
@@ -49,6 +50,7 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.optimizers.Optimizer, "load_own_variables"),
         (keras.optimizers.Optimizer, "save_own_variables"),
         (keras.random.SeedGenerator, "next"),
+        (io_utils, "print_msg"),
         (saving_lib, "H5IOStore"),
         (saving_lib, "is_memory_sufficient"),
         (store, "_h5_entry_group"),
@@ -118,6 +120,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "clip by global norm", "clip by norm", "clip by value", "global norm":
             tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value and
             tf.linalg.global_norm, which are public;
+            "print": keras/src/utils/io_utils.py: print_msg(message, line_break), by
+            which Keras prints its progress bar and what `verbose` asks for;
             "set strategy": tf.distribute.experimental_set_strategy(strategy), which is
             public;
             "cache": tf.data.Dataset.cache(filename), which is public;
@@ -167,6 +171,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "clip by norm": (tf, "clip_by_norm"),
         "clip by value": (tf, "clip_by_value"),
         "global norm": (tf.linalg, "global_norm"),
+        "print": (io_utils, "print_msg"),
         "set strategy": (tf.distribute, "experimental_set_strategy"),
         "cache": (tf.data.Dataset, "cache"),
         "save folder": (tf.saved_model, "save"),

@@ -24,6 +24,7 @@ with probe.imports():
         generator_data_adapter,
         py_dataset_adapter,
     )
+    from keras.src.utils import io_utils
     from tensorflow.python.ops import resource_variable_ops
 
 
@@ -42,6 +43,7 @@ def wanted() -> list[tuple[Any, str]]:
         (py_dataset_adapter, "PyDatasetAdapter"),
         (py_dataset, "_standardize_batch"),
         (global_state, "get_global_attribute"),
+        (io_utils, "print_msg"),
         (seed_generator, "global_seed_generator"),
         (saving_lib, "H5IOStore"),
         (saving_lib, "_save_state"),
@@ -82,6 +84,14 @@ def wanted() -> list[tuple[Any, str]]:
 
 
 probe.check(wanted())
+
+
+def say(text: str, line_break: bool = True) -> None:
+    """Print a text where Keras prints its progress bar.
+
+    keras/src/utils/io_utils.py: print_msg.
+    """
+    io_utils.print_msg(text, line_break=line_break)
 
 
 def calling_optimizer() -> keras.optimizers.Optimizer | None:

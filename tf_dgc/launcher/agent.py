@@ -17,8 +17,10 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from tf_dgc.launcher.terminals import Terminal
 from tf_dgc.launcher.workers import (
     POLL_SECONDS,
     CannotStart,
@@ -28,12 +30,34 @@ from tf_dgc.launcher.workers import (
     free_ports,
 )
 
-HELLO = b"tf_dgc.agent 3\n"
+HELLO = b"tf_dgc.agent 4\n"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class _View:
+    """Tells the launcher what workers print; the frame's kind is `STREAM:NAME`."""
+
+    def __init__(self, terminal: Sequence[Any] | None) -> None:
+        self.terminal = None if terminal is None else Terminal(*terminal)
+
+    def sink(self, worker: str, stream: str, host: str = "") -> "_Frames":
+        return _Frames(f"{stream}:{worker}")
+
+    def note(self, text: str) -> None:
+        """Say nothing, as below: that is the launcher's."""
+
+    def ending(self, reason: str) -> None:
+        pass
+
+    def ended(self, worker: str) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+
 class _Frames:
-    """Stands for stdout or stderr of workers; is told to the launcher."""
+    """Frames of one kind; an empty one is the last."""
 
     _lock = threading.Lock()
 
@@ -46,8 +70,8 @@ class _Frames:
             while frame:
                 frame = frame[os.write(1, frame) :]
 
-    def flush(self) -> None:
-        pass
+    def close(self) -> None:
+        self.write(b"")
 
 
 class _Orders:
@@ -117,8 +141,7 @@ def _serve(orders: _Orders, received: list[int]) -> None:
             command.words,
             order["environments"],
             names=order["names"],
-            out=_Frames("out"),
-            err=_Frames("err"),
+            view=_View(order["terminal"]),
         )
     except CannotStart as error:
         _tell("refused", [str(error), isinstance(error, NotThere)])

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from tf_dgc.launcher import agent, output
+from tf_dgc.launcher import agent, output, screen
 from tf_dgc.launcher.workers import (
     POLL_SECONDS,
     CannotStart,
@@ -26,6 +26,7 @@ from tf_dgc.launcher.workers import (
 PASSED_ON = ("TF_", "KERAS_", "PYTHON", "OMP_")
 # Longer than sshd lets its users wait who have no key.
 _START_SECONDS = 60.0
+_NOTICE_SECONDS = 5.0  # until it is said who is waited for
 _CLOSE_SECONDS = 10.0
 _BEAT_SECONDS = 0.5
 _LOST = 255  # as ssh ends where there is no connection
@@ -84,6 +85,7 @@ class Hosts:
         ssh: Ssh,
         give_up: Callable[[], object],
         servers: int = 0,
+        view: screen.View | None = None,
     ) -> None:
         """Start them.
 
@@ -94,12 +96,14 @@ class Hosts:
             ssh: how.
             give_up: whether to wait no longer for the hosts.
             servers: parameter servers; each on the next host, from the first on.
+            view: shows their output; by default all of it.
 
         Raises:
             CannotStart: a host cannot be reached, or has no tf_dgc; `NotThere` where
                 it has no such script.
         """
         self._agents: list[_Agent] = []
+        self._view = screen.All() if view is None else view
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
         extra = [len(range(i, servers, len(hosts))) for i in range(len(hosts))]
@@ -110,7 +114,7 @@ class Hosts:
             self._places.append((i, hosts[i].slots + j // len(hosts)))
         try:
             for host, count in zip(hosts, extra, strict=True):
-                self._agents.append(_Agent(host, environment, ssh, count))
+                self._agents.append(_Agent(host, environment, ssh, count, self._view))
             self._wait(lambda agent: bool(agent.ports), give_up)
             self._order(command, environment, ssh, servers)
             self._wait(lambda agent: agent.started, give_up)
@@ -140,6 +144,7 @@ class Hosts:
                     dict(environment) | {"TF_CONFIG": text} for text in configs
                 ],
                 names=[names[task] for task in tasks],
+                terminal=self._view.terminal,
                 grace=ssh.grace,
                 silence=ssh.silence,
             )
@@ -148,8 +153,13 @@ class Hosts:
         self, there: "Callable[[_Agent], bool]", give_up: Callable[[], object]
     ) -> None:
         """Wait for an answer of all agents."""
-        deadline = time.monotonic() + _START_SECONDS
+        began = time.monotonic()
+        deadline, notice = began + _START_SECONDS, _NOTICE_SECONDS
         while not all(map(there, self._agents)):
+            if (seconds := time.monotonic() - began) > notice:
+                names = [each.host.name for each in self._agents if not there(each)]
+                self._view.note(f"waiting for {', '.join(names)}, {notice:.0f} s")
+                notice = 2 * seconds
             for each in self._agents:
                 if each.refused is not None:
                     text, final = each.refused
@@ -200,9 +210,14 @@ class _Agent:
     """A connection to the agent of a host."""
 
     def __init__(
-        self, host: Host, environment: Mapping[str, str], ssh: Ssh, servers: int
+        self,
+        host: Host,
+        environment: Mapping[str, str],
+        ssh: Ssh,
+        servers: int,
+        view: screen.View,
     ) -> None:
-        self.host = host
+        self.host, self._view = host, view
         self.ports: list[int] = []
         self.started = False
         self.refused: tuple[str, bool] | None = None  # why, and whether for good
@@ -220,6 +235,7 @@ class _Agent:
         )
         prefix = f"[{host.name}] ".encode()
         self._writing = False
+        self._sinks: dict[str, output.Sink] = {}
         self._readers = [
             threading.Thread(target=self._read, args=(prefix,), daemon=True),
             threading.Thread(
@@ -311,6 +327,8 @@ class _Agent:
         except (ValueError, OSError) as error:
             output.ERR.write(prefix + f"{error}\n".encode())
         finally:
+            for sink in self._sinks.values():  # of a host that is lost
+                sink.close()
             if self.started and None in self._codes and not self._closing:
                 output.ERR.write(prefix + b"the connection is lost\n")
             self._done = True
@@ -318,13 +336,12 @@ class _Agent:
     def _read_frames(self, stream: IO[bytes], prefix: bytes) -> None:
         while (line := stream.readline()) and line != agent.HELLO:
             output.ERR.write(prefix + line)
-        sinks = {"out": output.OUT, "err": output.ERR}
         while line := stream.readline():
             kind, _, length = line.decode().partition(" ")
             content = stream.read(int(length))
-            if kind in sinks:
+            if ":" in kind:
                 self._writing = True
-                sinks[kind].write(content)
+                self._show(kind, content)
                 self._writing = False
             elif kind == "ports":
                 self.ports = json.loads(content)
@@ -335,6 +352,16 @@ class _Agent:
                 self.refused = str(text), bool(final)
             elif kind == "codes":
                 self._take(json.loads(content))
+
+    def _show(self, kind: str, content: bytes) -> None:
+        """Hand on what a worker has printed; nothing is the end of that."""
+        name, _, worker = kind.partition(":")
+        if kind not in self._sinks:
+            self._sinks[kind] = self._view.sink(worker, name, self.host.name)
+        if content:
+            self._sinks[kind].write(content)
+        else:
+            self._sinks.pop(kind).close()
 
 
 def _line(host: Host, environment: Mapping[str, str], ssh: Ssh) -> list[str]:

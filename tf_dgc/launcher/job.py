@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tf_dgc.launcher import output
+from tf_dgc.launcher import output, screen
 from tf_dgc.launcher.workers import POLL_SECONDS, CannotStart, NotThere, obstacle_of
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,6 +62,7 @@ class End(NamedTuple):
 
     status: int
     reason: str = ""  # none where it ends well
+    worker: str = ""  # its name, where it is a worker's failure
 
 
 class Job:
@@ -73,10 +74,16 @@ class Job:
 
     Attributes:
         received: the signals that came to this process, and are passed on.
+        view: shows what is to be seen.
     """
 
     def __init__(
-        self, name: str, timeout: float | None, grace: float, servers: int = 0
+        self,
+        name: str,
+        timeout: float | None,
+        grace: float,
+        servers: int = 0,
+        view: screen.View | None = None,
     ) -> None:
         """Take over the signals of this process.
 
@@ -85,7 +92,9 @@ class Job:
             timeout: seconds until all is ended, or None.
             grace: seconds from a signal that ends workers to SIGKILL.
             servers: how many of the tasks, the last ones, are parameter servers.
+            view: shows what is to be seen; by default all.
         """
+        self.view = screen.All() if view is None else view
         self.received: list[int] = []
         output.NAME[0] = name
         output.open_standard_files()
@@ -146,10 +155,14 @@ class Job:
         self._given_up: set[int] = set()
         while (end := self._end_of(group)) is None:
             time.sleep(POLL_SECONDS)
-        if end.reason:
+            self.view.tick()
+        if end.worker:
+            self.view.ending(end.reason)
+        elif end.reason:
             self._say(f"{end.reason}; ending all workers")
         sent = signal.Signals(self.received[0]) if self.received else signal.SIGTERM
         self._finish(group, sent)
+        self.view.ended(end.worker)
         final = bool(self.received) or end.status in (0, TIMED_OUT)
         return end.status, final
 
@@ -184,7 +197,8 @@ class Job:
         if lost and not (over and workers[0] == 0):
             server, own = lost[0]
             status = _status(own)
-            return End(status or 1, f"server {server} ended with status {status}")
+            reason = f"server {server} ended with status {status}"
+            return End(status or 1, reason, f"ps{server}")
         now = time.monotonic()
         for rank, code in enumerate(workers):
             if code and rank not in self._given_up:
@@ -229,14 +243,15 @@ class Job:
         group.kill(lambda: len(self.received) > seen or time.monotonic() > limit)
 
     def _say(self, text: str) -> None:
-        output.ERR.note(text)
+        self.view.note(text)
 
 
 def _together(workers: Sequence[int | None]) -> End | None:
     """Return how workers end that need each other."""
     if failed := [(rank, code) for rank, code in enumerate(workers) if code]:
         rank, code = failed[0]
-        return End(_status(code), f"worker {rank} ended with status {_status(code)}")
+        reason = f"worker {rank} ended with status {_status(code)}"
+        return End(_status(code), reason, str(rank))
     return None if None in workers else End(0)
 
 

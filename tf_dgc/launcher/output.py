@@ -1,6 +1,7 @@
 """Output of workers: cut into lines, marked with a name, written to what may fail."""
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -15,18 +16,28 @@ LONGEST = 1 << 20  # bytes of a line; a longer one is passed on in pieces
 _READ_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 21  # more than a pipe holds
 _HELD_SECONDS = 2.0
-_NOTE_SECONDS = 1.0
+NOTE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
-class Sink(Protocol):
-    """Destination of output."""
+class Writer(Protocol):
+    """Destination of whole lines."""
 
     def write(self, data: bytes, /) -> object:
         """Take whole lines."""
 
     def flush(self) -> object:
         """Let go of them."""
+
+
+class Sink(Protocol):
+    """Destination of what a process prints, as it comes."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take some bytes, which may end within a line."""
+
+    def close(self) -> object:
+        """Take note that no more will come."""
 
 
 class Lines:
@@ -55,6 +66,59 @@ class Lines:
         """Return the last line, where it has no end, with one."""
         last = bytes(self._rest) + self._held
         return [last + b"\n"] if last else []
+
+
+class WholeLines:
+    """Cuts bytes into lines as a screen shows them: of a progress bar its last state.
+
+    What is written over, behind a lone carriage return, is left out.
+    """
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+        self._state = b""  # of a bar, which may still be written over
+
+    def take(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that end in this chunk, which follows those before it."""
+        return self._ended(self._lines.take(chunk))
+
+    def rest(self) -> list[bytes]:
+        """Return the last line, where it has no end, with one."""
+        lines = self._ended(self._lines.rest())
+        return [*lines, self._state + b"\n"] if self._state else lines
+
+    def _ended(self, pieces: Sequence[bytes]) -> list[bytes]:
+        lines = []
+        for piece in pieces:
+            if not piece.endswith(b"\n"):
+                text = piece.rstrip(b"\r\b")
+                self._state = text if text.strip() else self._state
+                continue
+            over = self._state and not piece.strip(b"\r\n\b")
+            lines.append(self._state + b"\n" if over else piece)
+            self._state = b""
+        return lines
+
+
+class Prefixed:
+    """Writes whole lines, each behind a prefix."""
+
+    def __init__(self, writer: Writer, prefix: bytes) -> None:
+        """Take the destination."""
+        self._writer, self._prefix, self._lines = writer, prefix, WholeLines()
+
+    def write(self, data: bytes) -> None:
+        """Write the lines that end here."""
+        self._write(self._lines.take(data))
+
+    def close(self) -> None:
+        """Write the last line."""
+        self._write(self._lines.rest())
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        if lines:
+            self._writer.write(b"".join(self._prefix + line for line in lines))
+            self._writer.flush()
 
 
 class Stream:
@@ -94,18 +158,25 @@ class Stream:
         try:
             return os.write(self._descriptor, data)
         except BlockingIOError:  # somebody has made it so
-            select.select([], [self._descriptor], [], _NOTE_SECONDS)
+            select.select([], [self._descriptor], [], NOTE_SECONDS)
             return 0
+
+    def takes(self, seconds: float) -> bool:
+        """Tell whether something can be written now, or within so many seconds."""
+        try:
+            return bool(select.select([], [self._descriptor], [], seconds)[1])
+        except (OSError, ValueError):
+            return False
 
     def note(self, text: str) -> None:
         """Write a short line of the launcher, unless that takes more than a second."""
         lock = _lock_of(self._descriptor)
-        if not lock.acquire(timeout=_NOTE_SECONDS):
+        if not lock.acquire(timeout=NOTE_SECONDS):
             return
         try:
-            if select.select([], [self._descriptor], [], _NOTE_SECONDS)[1]:
+            if self.takes(NOTE_SECONDS):
                 os.write(self._descriptor, f"{NAME[0]}: {text}\n".encode())
-        except (OSError, ValueError):
+        except OSError:
             pass  # there is nobody to tell
         finally:
             lock.release()
@@ -140,28 +211,33 @@ def open_standard_files() -> None:
 
 
 class Copier(threading.Thread):
-    """Copies what a process prints, line by line, each behind a prefix."""
+    """Copies what a process prints, as it comes."""
 
-    def __init__(self, source: IO[bytes], sink: Sink, prefix: bytes) -> None:
+    def __init__(self, source: IO[bytes], sink: Sink) -> None:
         super().__init__(daemon=True)
-        self._source, self._sink, self._prefix = source, sink, prefix
+        self._source, self._sink = source, sink
         self.copied = 0  # bytes
         self.writing = False
 
     def run(self) -> None:
         """Copy to the end of the source."""
-        lines = Lines()
-        while chunk := os.read(self._source.fileno(), _READ_BYTES):
+        while chunk := self._read():
             self.copied += len(chunk)
-            self._write(lines.take(chunk))
-        self._write(lines.rest())
+            self._give(self._sink.write, chunk)
+        self._give(self._sink.close)
 
-    def _write(self, lines: Sequence[bytes]) -> None:
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._source.fileno(), _READ_BYTES)
+        except OSError as error:
+            if error.errno != errno.EIO:  # so ends a terminal whose processes ended
+                raise
+            return b""
+
+    def _give(self, take: Callable[..., object], *chunk: bytes) -> None:
         self.writing = True
         with contextlib.suppress(OSError):
-            if lines:
-                self._sink.write(b"".join(self._prefix + line for line in lines))
-                self._sink.flush()
+            take(*chunk)
         self.writing = False
 
 
@@ -182,6 +258,6 @@ def finish(copiers: Sequence[Copier], give_up: Callable[[], object]) -> None:
             copier.join(_POLL_SECONDS)
 
 
-def forward(source: IO[bytes], sink: Sink, prefix: bytes) -> None:
-    """Copy `source` to `sink` line by line, each behind `prefix`."""
-    Copier(source, sink, prefix).run()
+def forward(source: IO[bytes], writer: Writer, prefix: bytes) -> None:
+    """Copy `source` to `writer` in whole lines, each behind `prefix`."""
+    Copier(source, Prefixed(writer, prefix)).run()

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tf_dgc.launcher import leftovers, output
+from tf_dgc.launcher import leftovers, output, screen
 from tf_dgc.launcher.output import forward as forward  # for scripts that start others
 
 POLL_SECONDS = 0.05
 # Of a machine that has too much to do; it may pass.
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBSY)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+QUIET = "TF_CPP_MIN_LOG_LEVEL"
+_DEFAULTS = {"PYTHONHASHSEED": "0", QUIET: "3"}
 
 
 # Below those that Linux gives to connections by itself: one of these could be taken
@@ -138,17 +140,15 @@ class Workers:
         environments: Sequence[Mapping[str, str]],
         *,
         names: Sequence[str] | None = None,
-        out: output.Sink = output.OUT,
-        err: output.Sink = output.ERR,
+        view: screen.View | None = None,
     ) -> None:
-        """Start them; each line of output is written behind the name.
+        """Start them.
 
         Args:
             command: of all workers.
             environments: of each worker, what it has beside that of this process.
             names: of each; by default its number.
-            out: destination of the workers' stdout, by default stdout.
-            err: likewise, stderr.
+            view: shows their output; by default all of it.
 
         Raises:
             CannotStart: the command cannot be started.
@@ -156,7 +156,7 @@ class Workers:
         self._command = command
         self._environments = list(environments)
         self._names = labels(len(environments)) if names is None else list(names)
-        self._out, self._err = out, err
+        self._view = screen.All() if view is None else view
         self._processes: list[subprocess.Popen[bytes]] = []
         self._copiers: list[output.Copier] = []
         self._over = False
@@ -174,22 +174,39 @@ class Workers:
 
     def _start(self, task: int) -> "subprocess.Popen[bytes]":
         own = self._family.mark(task) | dict(self._environments[task])
-        return subprocess.Popen(
-            self._command,
-            # All go through sets in the same order, also when started again.
-            env={"PYTHONHASHSEED": "0"} | os.environ | {"PYTHONUNBUFFERED": "1"} | own,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a process group of its own, to signal as one
-            preexec_fn=_die_with_parent(),
-        )
+        with contextlib.ExitStack() as stack:
+            out: int | None = None
+            chief = self._names[task] == screen.CHIEF
+            terminal = self._view.terminal if chief else None
+            if terminal is not None:
+                master, out = terminal.open()
+                stack.callback(os.close, out)
+                opened = stack.enter_context(os.fdopen(master, "rb", buffering=0))
+                own = {"TERM": terminal.kind} | own
+            errors = out if terminal is not None and terminal.errors else None
+            process = subprocess.Popen(
+                self._command,
+                # All go through sets in the same order, also when started again; of
+                # TensorFlow's C++ only what ends a process is heard.
+                env=_DEFAULTS | os.environ | {"PYTHONUNBUFFERED": "1"} | own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if out is None else out,
+                stderr=subprocess.PIPE if errors is None else errors,
+                start_new_session=True,  # a process group of its own, to signal as one
+                preexec_fn=_die_with_parent(),
+            )
+            if out is not None:
+                process.stdout = opened
+                stack.pop_all()
+                os.close(out)
+            return process
 
     def _copy_both(self, task: int) -> None:
-        process, prefix = self._processes[task], f"[{self._names[task]}] ".encode()
-        for source, sink in ((process.stdout, self._out), (process.stderr, self._err)):
+        process, name = self._processes[task], self._names[task]
+        for source, stream in ((process.stdout, "out"), (process.stderr, "err")):
             if source is not None:
-                self._copiers.append(output.Copier(source, sink, prefix))
+                sink = self._view.sink(name, stream)
+                self._copiers.append(output.Copier(source, sink))
                 self._copiers[-1].start()
 
     def signal(self, signum: int, tasks: Sequence[int] | None = None) -> None:
@@ -251,6 +268,7 @@ def start_here(
     workers: int,
     servers: int = 0,
     environment: Mapping[str, str] | None = None,
+    view: screen.View | None = None,
 ) -> Workers:
     """Start workers, then parameter servers, that find each other on this machine.
 
@@ -264,4 +282,4 @@ def start_here(
         {**own, "TF_CONFIG": tf_config(addresses, task, servers)}
         for task in range(count)
     ]
-    return Workers(command, each, names=labels(workers, servers))
+    return Workers(command, each, names=labels(workers, servers), view=view)

@@ -28,7 +28,15 @@ from tf_dgc.exchanges import (
 )
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import adopted, compared, files, fits, handed_over, randomness
+from tf_dgc.strategies import (
+    adopted,
+    compared,
+    files,
+    fits,
+    handed_over,
+    randomness,
+    reports,
+)
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
@@ -508,6 +516,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 def _watch_models() -> None:
     """Look at all models of this process before Keras builds or trains them."""
     fits.install(lambda strategy: isinstance(strategy, BaseStrategy))
+    reports.install()
     _host.hooks.wrap("build", _build)
     _host.hooks.wrap("fit", _refuse_outsider)
     _host.hooks.wrap("train function", _refuse_outsider)

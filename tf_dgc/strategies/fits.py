@@ -28,18 +28,23 @@ _running: list[Run] = []
 _entering = threading.Lock()
 
 
-def install(is_own: Callable[[Any], bool]) -> None:
+def install(check: Callable[[Any], bool]) -> None:
     """Watch what is set, and what trains, for all of this process; once.
 
     Args:
-        is_own: tells whether a strategy is one of this package.
+        check: tells whether a strategy is one of this package.
     """
     if not _is_own:
-        _is_own.append(is_own)
+        _is_own.append(check)
     _host.hooks.wrap("set strategy", _set)
     _host.hooks.wrap("fit", _fit)
     _host.hooks.wrap("evaluate", _evaluate)
     _host.hooks.wrap("predict", _predict)
+
+
+def is_own(strategy: Any) -> bool:
+    """Tell whether a strategy is one of this package."""
+    return any(check(strategy) for check in _is_own)
 
 
 _is_own: list[Callable[[Any], bool]] = []
@@ -65,8 +70,8 @@ def may_be_outside() -> bool:
 
 def _set(original: Callable[[Any], None], strategy: Any) -> None:
     original(strategy)
-    own = any(check(strategy) for check in _is_own)
-    _host.scopes.set_for_process(strategy if own else None, _takes_strategy)
+    own = strategy if is_own(strategy) else None
+    _host.scopes.set_for_process(own, _takes_strategy)
 
 
 def _takes_strategy() -> bool:
@@ -109,7 +114,7 @@ def _noted(what: str, model: keras.Model) -> Iterator[None]:
         RuntimeError: a model of several workers is run in another thread.
     """
     strategy = _host.keras.strategy_of(model)
-    if not any(check(strategy) for check in _is_own):
+    if not is_own(strategy):
         yield
         return
     several = getattr(strategy, "share", None) is not None

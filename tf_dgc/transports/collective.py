@@ -235,7 +235,7 @@ class CollectiveTransport(base.Transport):
         if isinstance(error, _LOST) and (missing := self._missing(str(error))):
             _logger.error("Worker %d ends.%s", self.rank, missing)
         time.sleep(_TELL_SECONDS)
-        text = f"{type(error).__name__}: {error}"[:_TOLD_CHARACTERS]
+        text = _host.tracebacks.told(error)[:_TOLD_CHARACTERS]
         with contextlib.suppress(tf.errors.OpError):
             _host.tensorflow.report_failure(f"Worker {self.rank} failed: {text}")
 

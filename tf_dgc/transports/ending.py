@@ -5,6 +5,8 @@ import sys
 import threading
 from typing import Any
 
+from tf_dgc._host import tracebacks
+
 
 class _Noted:
     """The status that the main thread gave to `sys.exit`."""
@@ -22,7 +24,8 @@ class _Exit(SystemExit):
 
 
 def watch() -> None:
-    """Note from now on how this process ends by `sys.exit`."""
+    """Note from now on how this process ends by `sys.exit`; print briefly by what."""
+    tracebacks.install()
     if getattr(sys.exit, "__module__", "") != __name__:
         sys.exit = leave
         for name in ("exit", "quit"):  # of `site`, for what is typed, and for scripts

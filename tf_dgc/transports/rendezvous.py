@@ -14,6 +14,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any, Final
 
+from tf_dgc.transports.waiting import Waiting
+
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(
     rf"({_LABEL}(?:\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\]):([0-9]{{1,5}})"
@@ -128,6 +130,7 @@ def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
         OSError: this worker's port is taken.
     """
     deadline = time.monotonic() + timeout
+    waiting = Waiting(rank, addresses)
     missing = {i: check_address(a) for i, a in enumerate(addresses) if i != rank}
     with _listen(check_address(addresses[rank])[1], addresses[rank], len(addresses)):
         while missing:
@@ -143,7 +146,9 @@ def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
                     "addresses and ports are reachable from this machine."
                 )
             if missing:
+                waiting.still(missing)
                 time.sleep(_POLL_SECONDS)
+    waiting.over()
 
 
 def unreachable(addresses: Sequence[str], rank: int | None) -> list[int]:
@@ -202,8 +207,9 @@ def exchange_addresses(
         reserved.bind(("", 0))
         own = f"{_own_host(host, int(port))}:{reserved.getsockname()[1]}"
         _put(f"{scope}/{rank}", f"!{obstacle}" if obstacle else own)
-        deadline = time.monotonic() + timeout
-        found = [_get(f"{scope}/{peer}", peer, deadline) for peer in range(size)]
+        deadline, waiting = time.monotonic() + timeout, Waiting(rank, [""] * size)
+        found = [_get(scope, peer, deadline, waiting) for peer in range(size)]
+        waiting.over()
     obstacles = [
         f"on rank {peer}, {_printable(text[1:])}"
         for peer, text in enumerate(found)
@@ -232,10 +238,10 @@ def _put(url: str, text: str) -> None:
         pass
 
 
-def _get(url: str, peer: int, deadline: float) -> str:
+def _get(scope: str, peer: int, deadline: float, waiting: Waiting) -> str:
     while True:
         try:
-            with _opener.open(url, timeout=_REQUEST_SECONDS) as response:
+            with _opener.open(f"{scope}/{peer}", timeout=_REQUEST_SECONDS) as response:
                 return response.read(_MAX_TEXT).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             if error.code != 404:
@@ -245,6 +251,7 @@ def _get(url: str, peer: int, deadline: float) -> str:
                 f"Worker {peer} did not tell its address in time. Do all workers "
                 "create the same strategy?"
             )
+        waiting.still([peer])
         time.sleep(_POLL_SECONDS)
 
 

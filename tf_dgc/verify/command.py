@@ -40,7 +40,7 @@ def verify(
         for size in (1, count):
             sys.stderr.write(f"{name}: the script on {size} worker(s)\n")
             path = str(pathlib.Path(folder, str(size)))
-            start = _start(script, path, size, steps, environment)
+            start = _start(job, script, path, size, steps, environment)
             status = job.run(start)
             if status == _NO_FIT:
                 sys.stderr.write(f"{name}: the script has called no `fit` of a model\n")
@@ -57,6 +57,7 @@ def verify(
 
 
 def _start(
+    job: Job,
     script: workers.Command,
     path: str,
     size: int,
@@ -68,6 +69,6 @@ def _start(
 
     def start(attempt: int) -> Group:
         script.require()
-        return workers.start_here(command, size, 0, environment)
+        return workers.start_here(command, size, 0, environment, job.view)
 
     return start
