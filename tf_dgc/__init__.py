@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
     from tf_dgc import callbacks, layers, simulate, transports
     from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
     from tf_dgc.exchanges.figures import RoundStats, StepStats, TensorStats
+    from tf_dgc.launcher.function import launch
     from tf_dgc.layers import joined, split_dense
     from tf_dgc.strategies import (
         DenseStrategy,
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "joined",
+    "launch",
     "layers",
     "simulate",
     "split_dense",
@@ -54,6 +56,7 @@ _ORIGINS = {
     "StepStats": "exchanges.figures",
     "TensorStats": "exchanges.figures",
     "joined": "layers",
+    "launch": "launcher.function",
     "split_dense": "layers",
 }
 _MODULES = ("callbacks", "config", "layers", "simulate", "strategies", "transports")

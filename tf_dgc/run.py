@@ -20,6 +20,9 @@ With `--verify` the script runs on one worker and on N, until the first steps of
 first `fit` are done, and what differs is told: rows, gradients, weights or logs. The
 exit status is 0 where nothing differs, 1 where anything does.
 
+With `--check` no script runs: workers compare what must be equal, measure the network
+between them, and print a verdict; see `tf_dgc.check.command`.
+
 `--ps M` starts M parameter servers, with the same script; their output is prefixed with
 ps0, ps1, ... Then a worker that fails ends no other, and with `--restarts` is started
 again by itself. When all workers have ended the servers get SIGTERM, and the exit
@@ -104,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="seconds after which a host that cannot be heard is lost",
     )
+    before = parser.add_argument_group("before a training")
+    before.add_argument(
+        "--check",
+        action="store_true",
+        help="in the place of a script: compare versions, names, clocks and GPUs of "
+        "workers, measure their network, print a verdict; with --json, --model "
+        "MODULE:FUNCTION, --backups FOLDER, --wait S: see python -m tf_dgc.check -h",
+    )
     seen = parser.add_argument_group("what is seen")
     seen.add_argument(
         "--output",
@@ -149,6 +160,13 @@ def _places(options: argparse.Namespace) -> list[hosts.Host]:
 def _command(options: argparse.Namespace) -> Command:
     """Return the command line of each worker."""
     script = options.script[options.script[:1] == ["--"] :]
+    if options.check:
+        if options.ps or options.verify or options.strategy or options.no_python:
+            raise ValueError(
+                "`--check` looks at workers and their network: leave out `--ps`, "
+                "`--verify`, `--strategy` and `--no-python`"
+            )
+        return Command([sys.executable, "-m", "tf_dgc.check", *script])
     if not script:
         raise ValueError("no script to run")
     if (options.strategy == "downpour") != (options.ps > 0) and options.strategy:
@@ -222,7 +240,10 @@ def _check(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run the workers; return the exit status."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    options, others = parser.parse_known_args(argv)
+    if others and not options.check:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.script = others + options.script
     try:
         _check(options)
         places, command = _places(options), _command(options)
@@ -231,7 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             environment = {"TF_DGC_TRACES": "all"} | environment
         quiet = workers.QUIET not in {**os.environ, **environment}
         terminal = terminals.of_this_process()
-        view = screen.of_option(options.output, quiet, terminal)
+        if options.check:
+            view: screen.View = screen.Chief(terminal, quiet=quiet, bare=True)
+        else:
+            view = screen.of_option(options.output, quiet, terminal)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
     job = Job(NAME, options.timeout, options.grace, options.ps, view)

@@ -212,6 +212,8 @@ sys.exit(run.main(["-n", "2", {script!r}]))
             (["-n", "1", "--env", "NOT_THERE", "x.py"], "must name a variable that is"),
             (["-n", "1", "--strategy", "x", "x.py"], "invalid choice: 'x'"),
             (["-n", "1", "--sparsity", "0.9", "x.py"], "need `--strategy`"),
+            (["-n", "1", "--other", "x.py"], "unrecognized arguments: --other"),
+            (["-n", "2", "--check", "--ps", "1"], "`--check` looks at workers"),
             (
                 ["-n", "1", "--strategy", "dense", "--sparsity", "0.9", "x.py"],
                 "`--strategy dense` has no settings. Received: sparsity",
@@ -253,6 +255,19 @@ sys.exit(run.main(["-n", "2", {script!r}]))
     def error(self, *arguments: str) -> tuple[int, str, str]:
         """Run the arguments in this process, which is faster."""
         return in_process(self.folder, arguments)
+
+    def test_a_check_of_two_workers(self) -> None:
+        process = self.start("-n", "2", "--check", "--json", "--backups", "not/there")
+        status, out, err = finish(process, 200)
+        self.assertEqual(status, 0, err)
+        record = json.loads(out)
+        self.assertTrue(record["ok"], record)
+        self.assertEqual([each["rank"] for each in record["facts"]], [0, 1])
+        self.assertEqual(list(record["clocks"]), ["1"])
+        for name in ("links", "together"):
+            ways = [(each["source"], each["target"]) for each in record[name]]
+            self.assertEqual(ways, [(0, 1), (1, 0)])
+            self.assertTrue(all(each["bandwidth"] > 0 for each in record[name]))
 
     def test_a_program_that_is_not_there(self) -> None:
         status, _, err = self.run_to_end("-n", "1", "--no-python", "/does/not/exist")

@@ -48,6 +48,7 @@ ROOMS = (
     "advise",  # the names of two of the laboratory's files, for users
     "plots",
     "launcher",
+    "check",
     "verify",
     "run",
     "",  # the package itself

@@ -65,7 +65,7 @@ def install() -> None:
         error: BaseException,
         trace: types.TracebackType | None,
     ) -> None:
-        if (text := _of_another(error)) is not None:
+        if (text := of_another(error)) is not None:
             new = "\n" * sys.stderr.isatty()  # there may be a progress bar
             sys.stderr.write(f"{new}{ENDS_TOO}{text}\n")
             return
@@ -75,7 +75,7 @@ def install() -> None:
     sys.excepthook = excepthook
 
 
-def _of_another(error: BaseException) -> str | None:
+def of_another(error: BaseException) -> str | None:
     """Return what another worker failed by, where tf-dgc-run shows its error."""
     if "TF_DGC_LAUNCH" not in os.environ or _whole():
         return None

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from tf_dgc.launcher import output, screen
 from tf_dgc.launcher.workers import POLL_SECONDS, CannotStart, NotThere, obstacle_of
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIMED_OUT = 124  # as of timeout(1)
 CANNOT_START = 127  # as of a shell
 # A worker that fails for a server's end may be heard of before the server.
@@ -101,7 +101,7 @@ class Job:
         self._timeout, self._grace = timeout, grace
         self._servers = servers
         self._deadline = time.monotonic() + timeout if timeout else float("inf")
-        for signum in _PASSED_ON:
+        for signum in PASSED_ON:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(signum, lambda number, _: self.received.append(number))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes

@@ -89,6 +89,8 @@ class Chief:
         terminal: Terminal | None,
         folder: pathlib.Path | None = None,
         quiet: bool = False,
+        bare: bool = False,
+        out: output.Stream | None = None,
     ) -> None:
         """Show all on this terminal, or in whole lines.
 
@@ -96,17 +98,23 @@ class Chief:
             terminal: of the launcher, or None.
             folder: that gets a file for each worker; it is made.
             quiet: whether TensorFlow's first lines are left out.
+            bare: whether the chief tells all itself, in lines without its name.
+            out: shows all as it comes, in the place of stdout and stderr.
 
         Raises:
             OSError: the folder cannot be made.
         """
-        self.terminal = terminal
+        self.terminal, self._bare = terminal, bare
         self._folder, self._quiet = folder, quiet
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, output.Stream] = {}
         self._lock = threading.RLock()
-        self._cursor = Cursor(terminal, quiet)
+        # Whether the chief is seen as it prints; stdout and stderr in one place.
+        self._raw = terminal is not None or out is not None
+        self._one = out is not None or (terminal is not None and terminal.errors)
+        self._out = out or output.OUT
+        self._cursor = Cursor(self._out, terminal, quiet)
         self._transcripts: dict[str, Transcript] = {}
         self._warnings = Warnings()
         self._reason = ""
@@ -117,11 +125,11 @@ class Chief:
             transcript = self._transcripts.setdefault(worker, Transcript(worker, host))
             if stream == "out":
                 transcript.begin()
-            own = self.terminal is not None and worker == CHIEF
-            both = own and self.terminal is not None and self.terminal.errors
+            own = self._raw and worker == CHIEF
+            both = own and self._one
             errors = stream == "err" or both
             file = self._file(worker)
-        prefix = f"[{worker}] ".encode()
+        prefix = b"" if self._bare else f"[{worker}] ".encode()
         writer = output.OUT if stream == "out" else output.ERR
         shown = _writing(writer, prefix, self._quiet)
 
@@ -143,7 +151,7 @@ class Chief:
 
     def note(self, text: str) -> None:
         """Show a line of the launcher."""
-        if self.terminal is None or not self.terminal.errors:
+        if not self._one:
             output.ERR.note(text)
             return
         with self._screen(output.NOTE_SECONDS) as there:
@@ -161,7 +169,7 @@ class Chief:
                 return
             self._release(now=float("inf"))
             reason, self._reason = self._reason, ""
-            if not worker:
+            if not worker or (self._bare and worker == CHIEF):
                 return
             self._cursor.end_line()
             failed = self._first_to_fail(worker)
@@ -201,7 +209,7 @@ class Chief:
     @contextlib.contextmanager
     def _screen(self, seconds: float) -> Iterator[bool]:
         """Tell whether the screen can be written on within so many seconds."""
-        writer = output.OUT if self.terminal else output.ERR
+        writer = self._out if self._raw else output.ERR
         if not self._lock.acquire(timeout=seconds):
             yield False
             return
@@ -223,7 +231,7 @@ class Chief:
     def _show(self, lines: Sequence[bytes]) -> None:
         if not lines:
             return
-        if self.terminal is not None and self.terminal.errors:
+        if self._one:
             self._cursor.insert(b"".join(lines))
         else:
             output.ERR.write(b"".join(lines))

@@ -53,7 +53,10 @@ def of_this_process() -> Terminal | None:
 class Cursor:
     """The terminal, on which the chief may be in the middle of a line."""
 
-    def __init__(self, terminal: Terminal | None, quiet: bool) -> None:
+    def __init__(
+        self, out: output.Stream, terminal: Terminal | None, quiet: bool
+    ) -> None:
+        self._out = out
         self._columns = terminal.columns if terminal else 80
         self._dumb = terminal is None or terminal.kind in ("", "dumb")
         self._quiet = quiet
@@ -64,7 +67,7 @@ class Cursor:
         if self._quiet:
             chunk = self._without_noise(chunk)
         if chunk:
-            output.OUT.write(chunk)
+            self._out.write(chunk)
             line = (self._line + chunk).rpartition(b"\n")[2]
             start = line.rstrip(b"\r\b").rfind(b"\r") + 1  # of what stands there now
             self._line = line[start:][-output.LONGEST :]
@@ -87,19 +90,19 @@ class Cursor:
         """Write what was kept back, if it was none: no more will come."""
         held, self._held = self._held, b""
         if not NOISE.match(held):
-            output.OUT.write(held)
+            self._out.write(held)
 
     def end_line(self) -> None:
         """Begin a new line, where the chief has left one without an end."""
         if self._line:
-            output.OUT.write(b"\n")
+            self._out.write(b"\n")
             self._line = b""
 
     def insert(self, lines: bytes) -> None:
         """Write whole lines above the line in which the chief is."""
         if not self._line:
-            output.OUT.write(lines)
+            self._out.write(lines)
             return
         text = plain(self._line).rstrip(b"\r\b").decode(errors="replace")
         erase = b"\n" if self._dumb or len(text) >= self._columns else b"\r\x1b[K"
-        output.OUT.write(erase + lines + self._line)
+        self._out.write(erase + lines + self._line)
