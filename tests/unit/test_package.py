@@ -144,6 +144,7 @@ class SurfaceTest(tf.test.TestCase):
                 "__version__",
                 "callbacks",
                 "joined",
+                "launch",
                 "layers",
                 "simulate",
                 "split_dense",
