@@ -114,9 +114,9 @@ def launch(
             received = list(job.received)
         outcomes = _outcomes(folder, count)
     if signal.SIGINT in received:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("tf_dgc.launch was interrupted")
     if status or len(outcomes) < count:
-        _raise(outcomes, status, function)
+        raise _failure(outcomes, status, function)
     return [outcomes[rank].value for rank in range(count)]
 
 
@@ -197,20 +197,21 @@ def _outcomes(folder: pathlib.Path, count: int) -> dict[int, call.Outcome]:
     return found
 
 
-def _raise(
+def _failure(
     outcomes: Mapping[int, call.Outcome], status: int, function: Callable[..., Any]
-) -> None:
-    """Raise what the first worker to fail has raised."""
+) -> BaseException:
+    """Return what the first worker to fail has raised."""
     failed = {rank: each for rank, each in outcomes.items() if each.trace}
     if not failed:
-        raise RuntimeError(f"A worker ended with status {status}, without an error")
+        return RuntimeError(f"A worker ended with status {status}, without an error")
     rank = min(failed, key=lambda rank: (failed[rank].too, failed[rank].when))
     outcome = failed[rank]
     error = outcome.error
     if error is None:
         error = RuntimeError(outcome.trace.strip().rpartition("\n")[2])
     trace = _CARRIED.sub(functools.partial(_in_source, function), outcome.trace)
-    raise error from _RemoteTraceback(f'\n"""\nOn worker {rank}:\n{trace}"""')
+    error.__cause__ = _RemoteTraceback(f'\n"""\nOn worker {rank}:\n{trace}"""')
+    return error
 
 
 def _in_source(function: Callable[..., Any], found: re.Match[str]) -> str:
