@@ -251,6 +251,104 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             how = "not"
             self.assertAllClose(work(None)[0], expected[0], 1e-3, 1e-3)
 
+    @parameterized.product(how=["apart", "added", "moved"], summed=[False, True])
+    def test_gradients_are_exchanged_that_come_after_those_of_all(
+        self, how: str, summed: bool
+    ) -> None:
+        x, y = regression(9)
+
+        def loss_of_all(differences: Any) -> Any:
+            total = tf.reduce_sum(differences)
+            return total / 4 if summed else tf.reduce_mean(differences)
+
+        def work(strategy: Any) -> Any:
+            class Twice(keras.Sequential):
+                def train_step(self, data: Any) -> Any:
+                    inputs, targets = data
+                    variables = self.trainable_variables
+                    with tf.GradientTape() as tape:
+                        loss = loss_of_all((targets - self(inputs)) ** 2)
+                    first = tape.gradient(loss, variables)
+                    if how == "moved":
+                        first = strategy.exchange(first) if strategy else first
+                        for variable, move in zip(variables, first, strict=True):
+                            variable.assign_add(move)
+                    first = clipped(first, "global")
+                    with tf.GradientTape() as tape:
+                        loss = loss_of_all(tf.abs(targets - self(inputs)))
+                    second = tape.gradient(loss, variables)
+                    if how == "added" and not summed:
+                        pairs = zip(first, second, strict=True)
+                        second = [one + two for one, two in pairs]
+                    self.optimizer.apply(second, variables)
+                    if how == "apart":
+                        self.optimizer.apply(first, variables)
+                    return {"seen": loss}
+
+            model = Twice(layers())
+            model.compile(keras.optimizers.SGD(0.1))
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+            return model.get_weights(), []
+
+        self.assert_like_one_process(work, 2, "dense")
+
+    def test_weights_that_are_moved_by_a_workers_own_rows_are_named(self) -> None:
+        x, y = regression(8)
+
+        class Moves(keras.Sequential):
+            def train_step(self, data: Any) -> Any:
+                inputs, targets = data
+                variables = self.trainable_variables
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((targets - self(inputs)) ** 2)
+                moves = tape.gradient(loss, variables)
+                norm = tf.linalg.global_norm(moves)
+                for variable, move in zip(variables, moves, strict=True):
+                    variable.assign_add(move / norm)
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((targets - self(inputs)) ** 2)
+                gradients = tape.gradient(loss, variables)
+                for variable, move in zip(variables, moves, strict=True):
+                    variable.assign_sub(move / norm)
+                self.optimizer.apply(gradients, variables)
+                return {"seen": loss}
+
+        def work(transport: Loopback) -> Any:
+            with STRATEGIES["dense"](transport).scope():
+                model = Moves(layers())
+                model.compile(keras.optimizers.SGD(0.5))
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            one, two = run_workers(2, work)
+        self.assertLen([e for e in logs.output if "takes a gradient there" in e], 1)
+        self.assertAllClose(one, two, 1e-5, 1e-5)
+
+    def test_a_sum_divided_by_what_may_be_two_things_is_named(self) -> None:
+        x, _ = regression(8)
+        y = np.stack([x[:, 0], x[:, 1]], 1)
+
+        def work(strategy: Any) -> Any:
+            class Sums(keras.Sequential):
+                def train_step(self, data: Any) -> Any:
+                    inputs, targets = data
+                    with tf.GradientTape() as tape:
+                        # A worker has 4 rows of 2 elements, too.
+                        loss = tf.reduce_sum((targets - self(inputs)) ** 2) / 8
+                    variables = self.trainable_variables
+                    self.optimizer.apply(tape.gradient(loss, variables), variables)
+                    return {"seen": loss}
+
+            model = Sums([*layers()[:-1], keras.layers.Dense(2, "tanh", False, "ones")])
+            model.compile(keras.optimizers.SGD(0.5))
+            history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+            return model.get_weights(), history["seen"]
+
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            self.assert_like_one_process(work, 2, "dense")
+        self.assertLen([e for e in logs.output if "taken for the rows" in e], 1)
+
     def test_a_step_that_clips_what_is_compressed_is_told(self) -> None:
         x, y = regression(8)
 

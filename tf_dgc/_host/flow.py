@@ -99,6 +99,8 @@ class Flow:
 
     def wrote(self, variable: Any) -> bool:
         """Tell whether what was written to a variable of TensorFlow depends on them."""
+        if self._graph is not None and current() is self:
+            self._follow_graph()
         return id(variable.handle) in self._written
 
     def _follow_graph(self) -> None:

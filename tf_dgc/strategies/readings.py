@@ -72,7 +72,11 @@ class Reading:
     """What is known of the tensors of one step."""
 
     def __init__(
-        self, rows: Sequence[Any], splits: Sequence[Any], static: int | None
+        self,
+        rows: Sequence[Any],
+        splits: Sequence[Any],
+        static: int | None,
+        workers: int = 1,
     ) -> None:
         """Begin with the batch.
 
@@ -80,8 +84,10 @@ class Reading:
             rows: tensors of the batch, each with rows along the first axis.
             splits: where the rows of ragged ones begin and end.
             static: how many rows, where shapes tell.
+            workers: N.
         """
-        self._static = static
+        self._static, self._workers = static, workers
+        self.doubts: list[str] = []  # lines of divisions by what may be two things
         self.asked = 0  # N, where the step itself has asked for it
         self._kept = [*rows, *splits]
         self._known = {id(each): Known(ROWS) for each in rows}
@@ -345,16 +351,13 @@ class Reading:
         value = tf.get_static_value(operation.inputs[1])
         before = _host.operations.of(operation.inputs[0])
         size = before and before.inputs and before.inputs[0].shape.num_elements()
-        counts = (
-            value is not None
-            and value.shape == ()
-            and value
-            in (
-                self._static,
-                size,
-            )
-        )
-        return frozenset({(COUNT, 0)}) if counts else by
+        if value is None or value.shape != () or value not in (self._static, size):
+            return by
+        if value != self._static and value == self._workers * (self._static or 0):
+            # The rows of all, or the elements of this worker's rows.
+            self.doubts.append(operation.line())
+            return by
+        return frozenset({(COUNT, 0)})
 
 
 def _count(extent: Any) -> Known:

@@ -71,6 +71,7 @@ class Share:
         self._computed: list[tuple[list[Any], list[Any]]] = []
         self._early: dict[int, Any] = {}  # gradients of all, by this worker's
         self._before: dict[int, str] = {}  # ways of those that were exchanged
+        self._updated: set[int] = set()  # variables that optimizers have updated
         self._said: set[str] = set()
         self._small_steps = SmallSteps()
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -129,12 +130,13 @@ class Share:
     def _forget(self) -> None:
         """Forget what was known of a step."""
         self._ways, self._before, self._shares = {}, {}, {}
-        self._computed, self._early = [], {}
+        self._computed, self._early, self._updated = [], {}, set()
 
     def _read(self, args: Any, step: Callable[[Any], Any]) -> Any:
         """Run a step, so that its losses can be read."""
         size = self._transport.size
-        self._losses = Losses(Reading(*slicing.tensors_of(args)), size, self._total)
+        reading = Reading(*slicing.tensors_of(args), size)
+        self._losses = Losses(reading, size, self._total)
         with _host.operations.recorded():
             logs = step(args)
             if not isinstance(logs, Mapping):
@@ -191,6 +193,7 @@ class Share:
         """
         if self._model is None:
             return gradients
+        self._updated |= {id(_host.keras.plain(v)) for v in variables}
         gradients = [self._undivided(gradient) for gradient in gradients]
         gradients = self._of_one_way(gradients, variables)
         if not self._may_be_empty:
@@ -226,8 +229,8 @@ class Share:
         """Return gradients that become one with those of others in the same way."""
         keys = [id(_host.keras.plain(v)) for v in variables]
         for key, gradient in zip(keys, gradients, strict=True):
-            if self._ways.get(key) == DONE and self._is_own(gradient):
-                self._ways[key] = self._before[key]
+            if key in self._before:
+                self._ways[key] = self._way_after_exchange(gradient, self._before[key])
         ways = [self._ways.get(key, BY_ROWS) for key in keys]
         if len(set(ways)) <= 1:
             return gradients
@@ -267,7 +270,7 @@ class Share:
 
     def _shares_of_rows(self) -> tf.Tensor:
         """Return the share of each worker in the rows of all: shape [N], float32."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        graph = _graph()
         if graph not in self._shares:
             found = self._transport.all_gather(self._weight(), "row_weights")
             total = tf.reduce_sum(found)
@@ -333,11 +336,15 @@ class Share:
         simple = trains and all(isinstance(each, tf.Tensor) for each in targets)
         if self._losses is None or not simple:
             return original(tape, target, sources, output_gradients, unconnected)
+        self._tell_what_moves(flat)
         way, targets, upstream = self._weighed(self._losses, targets, output_gradients)
         self._way = way  # for the backward passes of layers
         found = original(tape, targets, sources, upstream, unconnected)
         self._way = BY_ROWS
         ways = [self._ways.setdefault(id(v), way) for v in trained]
+        ways = [
+            self._before.get(id(v), way) for v, way in zip(trained, ways, strict=True)
+        ]
         pairs = zip(tf.nest.flatten(found), ways, strict=True)
         gradients = [self._converted(gradient, way, to) for gradient, to in pairs]
         self._computed.append((gradients, trained))
@@ -361,6 +368,8 @@ class Share:
                 if not self._local:
                     return SUMMED, whole.targets, whole.upstream
                 return BY_ROWS, whole.targets, [size * each for each in whole.upstream]
+        for line in losses.reading.doubts:
+            self._say_doubtful(line)
         kind, power = way
         scale: Any = size**-power
         if self._meets and not self._local:
@@ -392,6 +401,13 @@ class Share:
             "worker's rows, which one process may compute otherwise"
         )
 
+    def _say_doubtful(self, line: str) -> None:
+        self._say(
+            f"A loss{f' at {line}' * bool(line)} is a sum divided by a number that is "
+            "both the rows of a batch and the elements of a worker's rows: it is taken "
+            "for the rows. Where it is the elements, call `tf.reduce_mean`"
+        )
+
     # Gradients that are exchanged before they are applied.
 
     def is_done(self, variables: Sequence[Any]) -> bool:
@@ -414,21 +430,20 @@ class Share:
                 "step, all of them, of layers that are not split. Received: "
                 f"{len(gradients)} gradients"
             )
-        if self.is_done(variables):
+        parts = [part for gradient in gradients for part in _parts_of(gradient)]
+        if {id(part) for part in parts} <= self._exchanged_ids():
             return list(gradients)
         rank = self._transport.rank
+        ways = [self._ways.get(id(variable), BY_ROWS) for variable in variables]
         weighed = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            way = self._ways.get(id(variable), BY_ROWS)
+        for gradient, variable, way in zip(gradients, variables, ways, strict=True):
+            way = self._before.setdefault(id(variable), way)
             if gradient is not None and way == BY_ROWS:
                 gradient = values.scaled(gradient, self._shares_of_rows()[rank])
             weighed.append(gradient)
         given = [g for g in self.counted(weighed) if g is not None]
         found = iter(sums.dense(self._transport, given, "early").gradients)
-        for variable in variables:
-            key = id(variable)
-            self._before[key] = self._ways.get(key, BY_ROWS)
-            self._ways[key] = DONE
+        self._ways |= {id(variable): DONE for variable in variables}
         done = [None if g is None else next(found) for g in gradients]
         for own, all_ in zip(gradients, done, strict=True):
             pairs = zip(_parts_of(own), _parts_of(all_), strict=True)
@@ -436,21 +451,35 @@ class Share:
         self._computed.append((done, variables))
         return done
 
-    def _is_own(self, gradient: Any) -> bool:
-        """Tell whether a gradient is made of this worker's, not of those of all."""
-        done = {id(each) for each in self._early.values()}
-        waiting, seen = _parts_of(gradient), set(done)
+    def _exchanged_ids(self) -> set[int]:
+        """Return the identities of gradients that are those of all workers."""
+        return {id(gradient) for gradient in self._early.values()}
+
+    def _way_after_exchange(self, gradient: Any, before: str) -> str:
+        """Return the way of a gradient whose variable has one of all workers, too.
+
+        Args:
+            gradient: made of this worker's gradients, or of those of all, by operations
+                that are followed back.
+            before: the way of this worker's.
+        """
+        done = self._exchanged_ids()
+        computed = [g for gradients, _ in self._computed for g in gradients]
+        own = {id(part) for g in computed for part in _parts_of(g)} | self._early.keys()
+        waiting, seen, is_exchanged = _parts_of(gradient), set[int](), gradient is None
         while waiting:
             tensor = waiting.pop()
-            if id(tensor) in seen:
-                continue
-            if id(tensor) in self._early:
-                return True
-            seen.add(id(tensor))
-            known = isinstance(tensor, tf.Tensor)
-            operation = _host.operations.of(tensor) if known else None
-            waiting.extend([] if operation is None else operation.inputs)
-        return False
+            if id(tensor) in done:
+                is_exchanged = True
+            elif id(tensor) in own:
+                return before
+            elif id(tensor) not in seen:
+                seen.add(id(tensor))
+                known = isinstance(tensor, tf.Tensor)
+                operation = _host.operations.of(tensor) if known else None
+                waiting.extend([] if operation is None else operation.inputs)
+        # A mean by rows of what all workers have alike is the same again.
+        return DONE if is_exchanged or before != BY_ROWS else BY_ROWS
 
     def _variables_of(self, gradients: Sequence[Any]) -> list[Any] | None:
         """Return what gradients belong to, or what they were made of, in this step."""
@@ -580,7 +609,8 @@ class Share:
             found = self._transport.all_gather(self._rows.read_value(), "usual_rows")
             self._usual.assign(tf.maximum(tf.reduce_max(found), 1.0))
 
-        with tf.device("CPU:0"):
+        before = [share for graph, share in self._shares.items() if graph is _graph()]
+        with tf.device("CPU:0"), tf.control_dependencies(before):  # in one order
             unknown = self._usual == 0.0
         tf.cond(unknown, gather, lambda: None)
 
@@ -597,6 +627,27 @@ class Share:
                 "what it computes of its worker's rows: each worker has its own, and "
                 "the chief's are saved. Where they are to be of all rows, gather what "
                 "is written: tf.distribute.get_replica_context().all_gather(rows, 0)"
+            )
+
+    def _tell_what_moves(self, variables: Sequence[Any]) -> None:
+        """Name weights that a step has moved, but no optimizer, by its own rows."""
+        flow = _host.flow.current()
+        if flow is None or self._local:
+            return
+        plain = [(v, _host.keras.plain(v)) for v in variables]
+        names = [
+            getattr(v, "path", variable.name)
+            for v, variable in plain
+            if isinstance(variable, tf.Variable)
+            and id(variable) not in self._updated
+            and flow.wrote(variable)
+        ]
+        if names:
+            self._say(
+                f"The training step moves {', '.join(names)} by what it computes of "
+                "its worker's rows, and takes a gradient there: each worker takes it "
+                "at another place. Move the weights by gradients of all rows, which "
+                "`tf.distribute.get_strategy().exchange(gradients)` returns"
             )
 
     def _say(self, warning: str) -> None:
@@ -643,6 +694,10 @@ class SmallSteps:
         found = self._count > before.read_value()
         before.assign(self._count)
         return found
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _counter() -> tf.Variable:
