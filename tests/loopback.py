@@ -171,7 +171,10 @@ class Tampering(Transport):
     def __init__(
         self, inner: Transport, ending: str, damage: Callable[[np.ndarray], None]
     ) -> None:
-        """Let `damage` change what rank 1 gives to gathers whose names end so."""
+        """Let `damage` change what rank 1 gives to calls whose names end so.
+
+        Of what it sends to each worker, what it sends to rank 0.
+        """
         self.inner, self.ending, self.damage = inner, ending, damage
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
 
@@ -185,6 +188,13 @@ class Tampering(Transport):
         if name.endswith(self.ending):
             self.damage(gathered[1:2])
         return tf.constant(gathered)
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Take this worker's row of what each has; damage what is of rank 1."""
+        received = self.inner.all_to_all(tensor, name).numpy()
+        if name.endswith(self.ending) and self.rank == 0:
+            self.damage(received[1:2])
+        return tf.constant(received)
 
 
 def outcomes(size: int, work: Callable[[Loopback], Any]) -> list[Any]:

@@ -50,6 +50,15 @@ def shaped(gradient: Any, shape: tf.TensorShape) -> Any:
     return tf.ensure_shape(gradient, shape)
 
 
+def filled_up(vector: tf.Tensor, length: int, value: Any = 0) -> tf.Tensor:
+    """Return a vector with one value after its own, of a static length.
+
+    GPUs have no kernel that pads int64.
+    """
+    rest = tf.fill([length - tf.size(vector)], tf.cast(value, vector.dtype))
+    return tf.ensure_shape(tf.concat([vector, rest], axis=0), [length])
+
+
 def widened(value: tf.Tensor) -> tf.Tensor:
     """Return a tensor of 16 bits in float32, any other as it is."""
     return tf.cast(value, tf.float32) if value.dtype.size < 4 else value

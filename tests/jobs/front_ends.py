@@ -30,6 +30,13 @@ CONFIGS = {
     "dense": None,
     "all": tf_dgc.DGCConfig(sparsity=0.0, min_elements=1),
     "tenth": tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, momentum_correction=False),
+    "owners": tf_dgc.DGCConfig(
+        sparsity=0.5,
+        min_elements=1,
+        exchange="owners",
+        growth=1.0,
+        momentum_correction=False,
+    ),
     "corrected": tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, clip_norm=5.0),
 }
 # Config and optimizer: by default each front end meets each, and by --all each pair.

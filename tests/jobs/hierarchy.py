@@ -23,7 +23,7 @@ def main() -> None:
     hvd.init()
     own = hvd.hierarchical()
     results: dict[str, Any] = {"rank": hvd.rank(), "node": own.rank, "nodes": own.size}
-    for config in ("dense", "all", "tenth"):
+    for config in ("dense", "all", "tenth", "owners"):
         for hierarchical in (False, True):
             keras.utils.clear_session()
             keras.utils.set_random_seed(1)

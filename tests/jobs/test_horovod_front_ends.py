@@ -217,7 +217,7 @@ class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
         for worker in launch.checked(self.found):
             self.assertEqual(worker["rows"], [worker["node"], 10 + worker["node"]])
 
-    @parameterized.parameters("dense", "all", "tenth")
+    @parameterized.parameters("dense", "all", "tenth", "owners")
     def test_weights_are_the_same_bits_on_all_workers(self, config: str) -> None:
         found = launch.checked(self.found)
         self.assertLen({worker[f"{config} True"]["crc"] for worker in found}, 1)

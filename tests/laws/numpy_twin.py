@@ -9,6 +9,8 @@ References:
     https://arxiv.org/abs/1712.01887
 """
 
+from typing import Any
+
 import numpy as np
 
 from tf_dgc.config import DGCConfig
@@ -193,3 +195,93 @@ class Cluster:
         masking = self.config.momentum_masking and not everything
         worker.u[j] = mask(u, chosen, masking)
         return sent
+
+
+BLOCK = 128
+
+
+class Owners(Cluster):
+    """The same where each block of the arena has an owner, which adds up what comes.
+
+    An owner passes the largest sums on; the others wait with it. Values float32, of
+    which no two are equal.
+    """
+
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.ends = np.cumsum([-(-size // BLOCK) * BLOCK for size in self.sizes])
+        self.waiting = np.zeros(self.ends[-1], np.float32)  # z of all owners
+        self.owner = np.arange(self.ends[-1]) // BLOCK % len(self.workers)
+
+    def step(self, gradients: list[Tensors], rate: float) -> Tensors:
+        """Take each worker's gradients; return the sum that all apply."""
+        sparsity = warm_up(self.steps, self.config)
+        if self.momentum is not None and self.config.rate_correction:
+            fell = fall(rate, self.rate)
+            self.waiting = fell * self.waiting
+            for worker in self.workers:
+                worker.v = [fell * v for v in worker.v]
+        self.steps, self.rate = self.steps + 1, rate or self.rate
+        sums = [np.zeros_like(g) for g in gradients[0]]
+        slots = sum(max(1, round(size * (1 - sparsity))) for size in self.sizes)
+        workers = len(self.workers)
+        region = -(-self.ends[-1] // (BLOCK * workers)) * BLOCK
+        room = min(-(-5 * slots // (4 * workers)), slots, region)
+        for worker, local in zip(self.workers, gradients, strict=True):
+            local = clip(local, self.config.clip_norm, workers)
+            for i, g in enumerate(local):
+                if i not in self.compressed:
+                    sums[i] = sums[i] + g
+            self._accumulate(worker, [local[i] for i in self.compressed], rate)
+            self.waiting = self.waiting + self._sent(worker, sparsity, room)
+        passed = workers * room
+        if self.config.growth < workers:
+            passed = int(np.ceil(self.config.growth * slots / workers))
+        applied = self._largest(self.waiting, min(passed, region))
+        self.waiting = self.waiting - applied
+        for i, part in zip(self.compressed, self._tensors(applied), strict=True):
+            sums[i] = part.reshape(gradients[0][i].shape)
+        return sums
+
+    def _accumulate(self, worker: Worker, local: Tensors, rate: float) -> None:
+        for j, g in enumerate(local):
+            gain = g
+            if self.momentum is not None:
+                args = self.momentum, self.nesterov, rate
+                worker.u[j], gain = correct(worker.u[j], g, *args)
+            worker.v[j] = accumulate(worker.v[j], gain)
+
+    def _sent(self, worker: Worker, sparsity: float, room: int) -> np.ndarray:
+        """Return what goes to owners of v, as an arena; keep the rest."""
+        chosen = [select(v, threshold(v, sparsity)) for v in worker.v]
+        pairs = zip(worker.v, chosen, strict=True)
+        arena = self._arena([send(v, mask) for v, mask in pairs])
+        arena = self._largest(arena, room)
+        for j, part in enumerate(self._tensors(arena)):
+            sent = part.reshape(worker.v[j].shape)
+            worker.v[j] = keep(worker.v[j], sent)
+            masking = self.config.momentum_masking
+            worker.u[j] = mask(worker.u[j], sent != 0, masking)
+        return arena
+
+    def _largest(self, arena: np.ndarray, count: int) -> np.ndarray:
+        """Return so many of each owner's largest elements, zero elsewhere."""
+        kept = np.zeros_like(arena)
+        for own in range(len(self.workers)):
+            (where,) = np.nonzero(self.owner == own)
+            best = where[np.argsort(-np.abs(arena[where]), kind="stable")[:count]]
+            kept[best] = arena[best]
+        return kept
+
+    def _arena(self, tensors: Tensors) -> np.ndarray:
+        arena = np.zeros(self.ends[-1], np.float32)
+        for end, before, tensor in zip(
+            self.ends, [0, *self.ends[:-1]], tensors, strict=True
+        ):
+            assert before + tensor.size <= end
+            arena[before : before + tensor.size] = tensor.ravel()
+        return arena
+
+    def _tensors(self, arena: np.ndarray) -> Tensors:
+        begins = [0, *self.ends[:-1]]
+        return [arena[b : b + s] for b, s in zip(begins, self.sizes, strict=True)]

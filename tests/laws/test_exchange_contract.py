@@ -21,6 +21,7 @@ SHAPES = ((16, 8), (5,), (6, 12))
 DTYPES = (tf.float32, tf.float32, tf.float16)
 MOMENTUM = Momentum(0.9, False, 0.1)
 COMPRESSION = DGCConfig(sparsity=0.9, min_elements=0)
+BY_OWNERS = DGCConfig(sparsity=0.6, min_elements=0, exchange="owners", growth=1.0)
 
 
 def every_exchange() -> dict[str, Callable[[], Any]]:
@@ -28,9 +29,13 @@ def every_exchange() -> dict[str, Callable[[], Any]]:
     return {
         "Dense": lambda: EachStep(None),
         "Compressed": lambda: EachStep(COMPRESSION),
+        "Owners": lambda: EachStep(BY_OWNERS),
         "Averaged": lambda: Averaging(AveragingConfig(period=2)),
         "AveragedCompressed": lambda: Averaging(
             AveragingConfig(period=2, compression=COMPRESSION)
+        ),
+        "AveragedOwners": lambda: Averaging(
+            AveragingConfig(period=2, compression=BY_OWNERS)
         ),
     }
 

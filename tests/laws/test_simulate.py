@@ -212,9 +212,9 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
 
 @pytest.mark.long
 class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
-    """As many operations for 2 workers as for 256, those that XLA compiles included."""
+    """As many operations for 3 workers as for 256, those that XLA compiles included."""
 
-    # So many elements that tf.zeros makes the same operation for 2 and for 256.
+    # So many elements that tf.zeros makes the same operation for 3 and for 256.
     SHAPES = ((48, 64), (5,))
 
     def operations(
@@ -238,15 +238,16 @@ class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
         simulated=[True, False],
         # Changes the weights, sums gradients.
         momentum=[Momentum(0.9, False, 0.3), None],
+        by=["allgather", "owners"],
     )
     def test_does_not_depend_on_the_number_of_workers(
-        self, simulated: bool, momentum: Momentum | None
+        self, simulated: bool, momentum: Momentum | None, by: str
     ) -> None:
         config = tf_dgc.DGCConfig(
-            sparsity=0.999, warmup_steps=0, min_elements=48, clip_norm=1.0
+            sparsity=0.999, min_elements=48, clip_norm=1.0, exchange=by
         )
         found = []
-        for workers in (2, 256):
+        for workers in (3, 256):
             transport = simulate.Stacked(workers) if simulated else Crowd(workers)
             make = (simulate.each_simulated_step if simulated else EachStep)(config)
             found.append(self.operations(transport, Ledger(transport, make), momentum))
@@ -270,6 +271,10 @@ class Crowd(Transport):
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the tensor N times."""
         return tf.tile(tensor[tf.newaxis], [self.size] + [1] * tensor.shape.rank)
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the tensor."""
+        return tf.identity(tensor)
 
 
 class RefusalTest(parameterized.TestCase, tf.test.TestCase):

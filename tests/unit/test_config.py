@@ -31,6 +31,8 @@ configs = st.builds(
     sample_fraction=st.floats(0, 1, exclude_min=True),
     value_dtype=st.sampled_from(["float32", "float16", "bfloat16", "sign", "log4"]),
     nonfinite=st.sampled_from(["raise", "skip"]),
+    exchange=st.sampled_from(["auto", "allgather", "owners"]),
+    growth=st.floats(0, exclude_min=True, allow_infinity=True),
 ) | st.builds(
     DGCConfig,
     ratio=st.floats(1, 1e9),
@@ -108,6 +110,13 @@ class DGCConfigTest(tf.test.TestCase):
         for value in ("ignore", None, True):
             rule = "one of ('raise', 'skip')."
             self.assert_refused(ValueError, "nonfinite", value, rule)
+            rule = "one of ('auto', 'allgather', 'owners')."
+            self.assert_refused(ValueError, "exchange", value, rule)
+
+    def test_growth_is_positive(self) -> None:
+        for value in (0, -1.0, NAN):
+            self.assert_refused(ValueError, "growth", value, "positive.")
+        self.assertEqual(DGCConfig(growth=INF).growth, INF)
 
     def test_is_frozen(self) -> None:
         config = DGCConfig()

@@ -117,13 +117,14 @@ def decode(
 
 
 def to_octets(bits: int, codes: tf.Tensor) -> tf.Tensor:
-    """Write codes, shape [C], into as few octets as hold them; the rest is zero."""
-    codes = tf.cast(tf.pad(codes, [[0, -tf.size(codes) % (8 // bits)]]), tf.float32)
+    """Write rows of codes, [N, K], into as few octets as hold them; the rest is 0."""
+    rows, slots = codes.shape
+    codes = tf.cast(tf.pad(codes, [[0, 0], [0, -slots % (8 // bits)]]), tf.float32)
     # Sums of different powers of two: exact.
-    parts = tf.reshape(codes, [-1, 8 // bits]) * tf.constant(
+    parts = tf.reshape(codes, [rows, -1, 8 // bits]) * tf.constant(
         2.0 ** _SHIFTS[bits], tf.float32
     )
-    return tf.cast(tf.reduce_sum(parts, axis=1), tf.uint8)
+    return tf.cast(tf.reduce_sum(parts, axis=-1), tf.uint8)
 
 
 def from_octets(bits: int, octets: tf.Tensor, slots: int) -> tf.Tensor:

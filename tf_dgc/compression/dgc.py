@@ -184,14 +184,28 @@ def select(
     positions, values = selection.select(
         residual, peaks, layout, threshold, plan.slots, step
     )
+    return encoded(positions, values, layout, config.value_dtype)
+
+
+def encoded(
+    positions: tf.Tensor, values: tf.Tensor, layout: Layout, value_type: str
+) -> Selection:
+    """Round elements of the arena to what a message holds.
+
+    Args:
+        positions: shape [C], int64, ascending.
+        values: shape [C], float32.
+        layout: of the arena.
+        value_type: as in `DGCConfig`.
+    """
     exponent = tf.zeros([], tf.int32)
-    if config.value_dtype in coarse.BITS:
+    if value_type in coarse.BITS:
         begins = tuple(segment.offset for segment in layout.segments)
         tensors = coarse.tensors_of(begins, positions)
-        bits = coarse.BITS[config.value_dtype]
+        bits = coarse.BITS[value_type]
         codes, scales = coarse.encode(bits, values, tensors, len(begins))
         return Selection(positions, codes, exponent, scales)
-    value_dtype = tf.as_dtype(config.value_dtype)
+    value_dtype = tf.as_dtype(value_type)
     if value_dtype == tf.float16:
         largest = tf.maximum(tf.reduce_max(tf.abs(values)), selection.SMALLEST)
         binade = tf.cast(tf.floor(tf.math.log(largest) / math.log(2)), tf.int32)
@@ -201,6 +215,18 @@ def select(
     if value_dtype != tf.float32:
         values = coarse.rounded(values, value_dtype)
     return Selection(positions, values, exponent)
+
+
+def decoded(chosen: Selection, layout: Layout, value_type: str) -> tf.Tensor:
+    """Return what a selection's values stand for, shape [C], float32."""
+    positions, values, exponent, scales = chosen
+    if scales is None:
+        return message.decoded(values, exponent)
+    begins = tuple(segment.offset for segment in layout.segments)
+    tensors = coarse.tensors_of(begins, positions)[tf.newaxis]
+    bits = coarse.BITS[value_type]
+    rows = values[tf.newaxis], tensors, scales[tf.newaxis]
+    return coarse.decode(bits, *rows)[0]
 
 
 def send(

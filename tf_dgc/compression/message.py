@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc.compression import coarse
-from tf_dgc.values import first_true
+from tf_dgc.values import filled_up, first_true
 
 FORMAT = 0x44474303  # "DGC", version 3
 HEADER_WORDS = 5
@@ -133,25 +133,57 @@ def pack(
     Returns:
         shape [form.words], int32.
     """
-    count = tf.size(positions)
-    header = tf.stack(
-        [FORMAT, exponent, checksum, tf.cast(step % 2**31, tf.int32), count]
-    )
+    count = tf.size(positions)[tf.newaxis]
+    where, what = (filled_up(part, form.slots) for part in (positions, values))
+    rows = where[tf.newaxis], what[tf.newaxis], count
+    return pack_rows(form, *rows, exponent, scales, checksum, step)[0]
+
+
+def pack_rows(
+    form: Format,
+    positions: tf.Tensor,
+    values: tf.Tensor,
+    counts: tf.Tensor,
+    exponent: tf.Tensor,
+    scales: tf.Tensor | None,
+    checksum: int,
+    step: tf.Tensor,
+) -> tf.Tensor:
+    """Write M parts of a selection, each into a message of its own.
+
+    Args:
+        form: of each message.
+        positions: shape [M, K], int64, ascending in each row; the first of each count.
+        values: shape [M, K], `form.value_dtype`.
+        counts: shape [M], int32.
+        exponent: of all, shape [], int32.
+        scales: of all, shape [T], bfloat16, where values are codes.
+        checksum: of the layout.
+        step: shape [], any integer type.
+
+    Returns:
+        shape [M, form.words], int32.
+    """
+    messages = counts.shape[0]
+    alike = [FORMAT, exponent, checksum, tf.cast(step % 2**31, tf.int32)]
+    fields = [tf.broadcast_to(field, [messages]) for field in alike]
+    header = tf.stack([*fields, counts], axis=1)
     if not form.slots:
         return header
+    slot = tf.range(form.slots, dtype=tf.int64)
+    used = slot < tf.cast(counts, tf.int64)[:, tf.newaxis]
     low = tf.cast(
         tf.bitwise.bitwise_and(positions, 2**form.low_bits - 1),
         tf.uint8 if form.low_bits == 8 else tf.uint16,
     )
     # As octets, for which GPUs have kernels: TensorFlow joins int32 on the host.
-    unused = form.slots - count
     octets = [
         _to_bytes(header),
-        *_value_bytes(form, values, scales),
-        tf.pad(_to_bytes(low), [[0, unused * low.dtype.size]]),
-        _high_bits(form, positions),
+        *_value_bytes(form, tf.where(used, values, tf.zeros_like(values)), scales),
+        _to_bytes(tf.where(used, low, tf.zeros_like(low))),
+        _high_bits(form, positions, used),
     ]
-    joined = tf.reshape(tf.concat(octets, axis=0), [form.words, 4])
+    joined = tf.reshape(tf.concat(octets, axis=1), [messages, form.words, 4])
     return tf.bitcast(joined, tf.int32)
 
 
@@ -168,8 +200,9 @@ def decoded(values: tf.Tensor, exponent: tf.Tensor) -> tf.Tensor:
     return tf.cast(values, tf.float32)
 
 
-def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+def _to_bytes(rows: tf.Tensor) -> tf.Tensor:
+    """Return rows, shape [M, n], as octets: [M, n * size], uint8."""
+    return tf.reshape(tf.bitcast(rows, tf.uint8), [rows.shape[0], -1])
 
 
 def _value_bytes(
@@ -177,24 +210,25 @@ def _value_bytes(
 ) -> list[tf.Tensor]:
     """Return the octets of scales, where there are, and of the values of K slots."""
     if scales is None:
-        unused = form.slots - tf.size(values)
-        return [tf.pad(_to_bytes(values), [[0, unused * values.dtype.size]])]
-    octets = coarse.to_octets(form.code_bits, values)
-    unused = form.body_bytes[1] - tf.size(octets)
-    return [_to_bytes(scales), tf.pad(octets, [[0, unused]])]
+        return [_to_bytes(values)]
+    scales = tf.broadcast_to(scales, [values.shape[0], len(form.begins)])
+    return [_to_bytes(scales), coarse.to_octets(form.code_bits, values)]
 
 
-def _high_bits(form: Format, positions: tf.Tensor) -> tf.Tensor:
-    rank = tf.range(tf.size(positions, tf.int64), dtype=tf.int64)
+def _high_bits(form: Format, positions: tf.Tensor, used: tf.Tensor) -> tf.Tensor:
+    messages, size = positions.shape[0], form.body_bytes[3]
+    rank = tf.range(form.slots, dtype=tf.int64)
     index = rank + tf.bitwise.right_shift(positions, form.low_bits)
     # Sums of different powers of two: exact.
     bit = tf.gather(
         tf.constant([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]),
         tf.bitwise.bitwise_and(index, 7),
     )
-    octet = tf.bitwise.right_shift(index, 3)
-    octets = tf.math.unsorted_segment_sum(bit, octet, form.body_bytes[3])
-    return tf.cast(octets, tf.uint8)
+    row = size * tf.range(messages, dtype=tf.int64)[:, tf.newaxis]
+    octet = tf.where(used, row + tf.bitwise.right_shift(index, 3), 0)
+    bit = tf.where(used, bit, 0.0)
+    octets = tf.math.unsorted_segment_sum(bit, octet, messages * size)
+    return tf.cast(tf.reshape(octets, [messages, size]), tf.uint8)
 
 
 class Contents(NamedTuple):
@@ -251,12 +285,20 @@ def unpack(form: Format, messages: tf.Tensor) -> Contents:
     )
 
 
-def numbers(form: Format, contents: Contents) -> tf.Tensor:
-    """Return what the values of messages stand for: shape [N, K], float32."""
+def numbers(
+    form: Format, contents: Contents, places: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Return what the values of messages stand for: shape [N, K], float32.
+
+    Args:
+        form: of the messages.
+        contents: what `unpack` returned.
+        places: in the arena of `form.begins`, where positions are of another one.
+    """
     header, positions, values, scales = contents
     if not form.begins:
         return decoded(values, header.exponent[:, tf.newaxis])
-    tensors = coarse.tensors_of(form.begins, positions)
+    tensors = coarse.tensors_of(form.begins, positions if places is None else places)
     found = coarse.decode(form.code_bits, values, tensors, scales)
     return tf.where(positions < form.size, found, tf.zeros_like(found))
 

@@ -115,6 +115,12 @@ def _sample(size: int, slots: int, sample_fraction: float) -> Sample:
     return Sample(lines, stride, k, depth, groups, min(k + 1, groups * depth * LINE))
 
 
+def exact(size: int, slots: int) -> Plan:
+    """Return the plan that selects the K largest elements of one tensor, exactly."""
+    samples = np.array([_sample(size, slots, 1.0)], np.int64)
+    return Plan(((0,),), samples, np.array([slots], np.int64))
+
+
 def one_of(plans: Sequence[Plan], number: tf.Tensor | None = None) -> Plan:
     """Return the plan of a number, shape []; it need not be known beforehand."""
     if len(plans) == 1:

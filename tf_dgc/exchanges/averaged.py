@@ -22,6 +22,7 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.ledger import Ledger
 from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.exchanges.parts import Ballot, Part, refuse_other_data
+from tf_dgc.exchanges.residual import OWNED
 from tf_dgc.transports import handshake
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
@@ -409,6 +410,11 @@ class Averaged(Exchange):
         return found
 
     @property
+    def owed(self) -> Mapping[str, tf.Tensor]:
+        """What compression keeps back elsewhere."""
+        return self.inner.owed
+
+    @property
     def steps(self) -> int:
         """How many rounds count towards the schedule of compression."""
         return self.inner.steps
@@ -422,7 +428,7 @@ class Averaged(Exchange):
             _AVERAGED: not (arrays["position"] or arrays["unsettled"]),
         }
         left = {k: v for k, v in arrays.items() if not agreed.get(k.split()[0])}
-        inner = self.inner.state
+        inner = {OWNED, *self.inner.state}
         self.inner.load({k: v for k, v in left.items() if k in inner}, steps)
         super().load({k: v for k, v in left.items() if k not in inner}, steps)
         config = self.config

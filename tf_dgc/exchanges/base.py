@@ -133,6 +133,11 @@ class Exchange(abc.ABC):
         return {}
 
     @property
+    def owed(self) -> Mapping[str, tf.Tensor]:
+        """What is saved beside `state`, where there is any, in its own form."""
+        return {}
+
+    @property
     def own_slots(self) -> Sequence[Any]:
         """What the owner keeps of steps of this worker's own."""
         return ()
@@ -162,7 +167,7 @@ class Exchange(abc.ABC):
         return
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
-        """Take over what was saved: all that `state` names, and `steps`."""
+        """Take over what was saved: all of `state`, some of `owed`, and `steps`."""
         state = self.state
         for name, array in arrays.items():
             value = tf.cast(array, state[name].dtype)

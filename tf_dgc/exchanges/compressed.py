@@ -24,7 +24,7 @@ from tf_dgc.exchanges.base import (
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.modes import SUM, Combining, Contribution, Mode, OwnSteps
 from tf_dgc.exchanges.parts import Part, weighed_sum
-from tf_dgc.exchanges.residual import Residual
+from tf_dgc.exchanges.residual import OWNED, Residual
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 from tf_dgc.transports.sums import SparseSum, Wire, Workers, one
@@ -71,9 +71,11 @@ class Compressed(Exchange):
         self.layout = arena.build(
             [(self.variables[i].name, shapes[i]) for i in self._large]
         )
-        self.config = formats.within_budget(
+        config = formats.refuse_without_all_to_all(config, self.transport)
+        config = formats.within_budget(
             config, self.layout, self.variables, self._small, self.transport, self.name
         )
+        self.config = formats.decided(config, self.layout, self.transport.size)
         args = self.transport, self._workers, self.layout, self.config, self.name
         wire = Wire(*args)
         taken = modes.accumulated(self.config, taken_over, bool(self._large))
@@ -147,7 +149,7 @@ class Compressed(Exchange):
         with self.residual.arenas.borrowed():
             if share.taken_over is not None:
                 rate = tf.cast(share.taken_over.learning_rate, tf.float32)
-                self.residual.fall(rate)
+                self.residual.fall(rate, [each.scale for each in self._sums])
             step = self.residual.present_step()
             through = [
                 functools.partial(self._through, s, share, step) for s in self._sums
@@ -178,9 +180,15 @@ class Compressed(Exchange):
         found = dict(self.residual.state)
         if isinstance(self.mode, OwnSteps):
             found |= self.mode.steps.state
-        for each in self._sums:
-            found |= each.state
         return found
+
+    @property
+    def owed(self) -> Mapping[str, tf.Tensor]:
+        """What owners keep back, in arenas."""
+        for each in self._sums:
+            if (whole := each.whole()) is not None:
+                return {OWNED: whole}
+        return {}
 
     @property
     def own_slots(self) -> Sequence[Any]:
@@ -193,8 +201,14 @@ class Compressed(Exchange):
         return int(self.residual.step)
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
-        """Take over what was saved."""
-        super().load(arrays, steps)
+        """Take over what was saved, by owners or not."""
+        left = dict(arrays)
+        owned = tf.cast(left.pop(OWNED, 0.0), tf.float32)
+        super().load(left, steps)
+        owned = tf.broadcast_to(owned, self.residual.v.shape)
+        for each in self._sums:
+            owned = each.keep(owned)
+        self.residual.v.assign_add(owned)
         self.residual.loaded(steps)
         self._agree_on_slots()
 
@@ -211,19 +225,27 @@ class Compressed(Exchange):
         wanted = self.residual.owned_among(variables)
         if not any(wanted):
             return
-        kept = [self.residual.read()]
-        (summed,) = self.transport.all_reduce(kept, f"{self.name}.flush")
+        kept = self.residual.read()
+        for owned in self.owed.values():
+            kept += owned
+        (summed,) = self.transport.all_reduce([kept], f"{self.name}.flush")
         gradients = list(compress(arena.unflatten(self.layout, summed), wanted))
         found = list(compress(self.residual.arenas.tensors, wanted))
         if self.mode.takes_small:
             applied.subtract_all(found, gradients)
             gradients = [None] * len(found)
         apply(Update(gradients, [self.mode.is_step] * len(found)), found)
-        self.residual.clear(arena.mask(self.layout, wanted))
+        sent = arena.mask(self.layout, wanted)
+        self.residual.clear(sent)
+        for each in self._sums:
+            if (owned := each.whole()) is not None:
+                each.keep(tf.where(sent, tf.zeros_like(owned), owned))
 
     def kept(self) -> list[tf.Tensor]:
         """Return the residual; of several workers, one of the mean square."""
-        return [self.residual.v / len(self._workers.ranks) ** 0.5]
+        found = [self.residual.v, *(each.kept() for each in self._sums)]
+        mean = len(self._workers.ranks) ** 0.5
+        return [part / mean for part in found if part is not None]
 
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""

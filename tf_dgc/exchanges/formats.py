@@ -1,26 +1,34 @@
 """How a step's tensors travel at each stage: chosen by what that costs, and said."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc.compression import arena, budget, message, selection, warmup
+from tf_dgc.compression import arena, budget, message, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges.owner_sum import OwnerSum
 from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 
 _logger = logging.getLogger("tf_dgc")
 
+# The network by which "auto" chooses, and what owners must gain there.
+_BANDWIDTH = 125e6  # bytes in a second, 1 Gbit/s
+_LATENCY = 1e-4  # seconds of a message
+_GAIN = 0.1
+_FEW = 32  # workers
 _TOLD_BYTES = 12  # of each worker, beside the small tensors: see `parts.weighed_sum`
 
 
 def message_format(
     layout: Layout, sparsity: float, config: DGCConfig, workers: int
 ) -> message.Format:
-    """Choose the form of a message.
+    """Return the form of a message that all workers gather.
 
     Where a worker would receive more than in a ring all-reduce of float32, the message
     is a mere header and the arena is reduced densely.
@@ -34,22 +42,90 @@ def message_format(
     Returns:
         A format of no slots where dense is cheaper.
     """
-    slots = sum(selection.slots_per_segment(layout, sparsity))
-    begins = [segment.offset for segment in layout.segments]
-    form = message.make_format(slots, layout.size, config.value_dtype, begins)
-    header = message.make_format(0, layout.size, config.value_dtype)
-    gathered = sums.GatherSum.cost(form, layout, workers)
-    reduced = sums.DenseSum.cost(header, layout, workers)
-    if sparsity == 0 or gathered.passed >= reduced.passed:
-        return header
-    return form
+    args = layout, sparsity, config, workers
+    found: message.Format = _cheaper(sums.GatherSum, *args).form(*args)
+    return found
+
+
+def kind_at(
+    layout: Layout, sparsity: float, config: DGCConfig, workers: int
+) -> type[sums.SparseSum]:
+    """Return the kind of sum at a sparsity; arguments as above, no `exchange` open."""
+    sparse = OwnerSum if config.exchange == "owners" and workers > 1 else sums.GatherSum
+    return _cheaper(sparse, layout, sparsity, config, workers)
+
+
+def _cheaper(
+    sparse: type[sums.SparseSum],
+    layout: Layout,
+    sparsity: float,
+    config: DGCConfig,
+    workers: int,
+) -> type[sums.SparseSum]:
+    """Return a sparse kind, or the dense one where fewer bytes pass a worker then."""
+    if sparsity == 0:
+        return sums.DenseSum
+    sent, reduced = (
+        _cost(kind, layout, sparsity, config, workers)
+        for kind in (sparse, sums.DenseSum)
+    )
+    return sums.DenseSum if sent.passed >= reduced.passed else sparse
+
+
+def _cost(kind: type[sums.SparseSum], *args: Any) -> sums.Cost:
+    layout, _, _, workers = args
+    return kind.cost(kind.form(*args), layout, workers)
 
 
 def cost(layout: Layout, sparsity: float, config: DGCConfig, workers: int) -> sums.Cost:
     """Return the cost of the arena's sum at a sparsity; arguments as above."""
-    form = message_format(layout, sparsity, config, workers)
-    kind = sums.GatherSum if form.slots else sums.DenseSum
-    return kind.cost(form, layout, workers)
+    config = decided(config, layout, workers, sparsity)
+    args = layout, sparsity, config, workers
+    return _cost(kind_at(*args), *args)
+
+
+def decided(
+    config: DGCConfig,
+    layout: Layout,
+    workers: int,
+    sparsity: float | None = None,
+) -> DGCConfig:
+    """Return settings whose `exchange` is not "auto".
+
+    Args:
+        config: the settings.
+        layout: of the arena.
+        workers: N.
+        sparsity: that stays; by default of the settings.
+    """
+    if config.exchange != "auto":
+        return config
+    chosen = "allgather"
+    if workers > _FEW and layout.size:
+        args = layout, config.sparsity if sparsity is None else sparsity
+        owners, gathered = (
+            _cost(kind, *args, config, workers).seconds(_BANDWIDTH, _LATENCY)
+            for kind in (OwnerSum, sums.GatherSum)
+        )
+        if owners <= (1 - _GAIN) * gathered:
+            chosen = "owners"
+    return dataclasses.replace(config, exchange=chosen)
+
+
+def refuse_without_all_to_all(config: DGCConfig, transport: Transport) -> DGCConfig:
+    """Return settings that a transport can keep to.
+
+    Raises:
+        ValueError: it sends all rows to everybody, and owners are asked for.
+    """
+    if type(transport).all_to_all is not Transport.all_to_all:
+        return config
+    if config.exchange == "owners":
+        raise ValueError(
+            "`exchange` must be 'allgather' or 'auto' with a transport that has no "
+            f"all-to-all. Received: exchange='owners', transport {transport.name!r}"
+        )
+    return dataclasses.replace(config, exchange="allgather")
 
 
 def sums_of(wire: sums.Wire) -> list[sums.SparseSum]:
@@ -58,19 +134,16 @@ def sums_of(wire: sums.Wire) -> list[sums.SparseSum]:
     Those with messages share one, and so a graph.
     """
     stages = dict(enumerate(warmup.stages(wire.config)))
-    forms = {
-        i: message_format(wire.layout, stage.sparsity, wire.config, wire.transport.size)
-        for i, stage in stages.items()
+    args = wire.config, wire.transport.size
+    kinds = {
+        i: kind_at(wire.layout, stage.sparsity, *args) for i, stage in stages.items()
     }
-    sparse = [i for i, form in forms.items() if form.slots]
     found: list[sums.SparseSum] = [
-        sums.DenseSum(wire, {i: stages[i]}, [forms[i]])
-        for i in stages
-        if i not in sparse
+        kind(wire, {i: stages[i]}) for i, kind in kinds.items() if kind is sums.DenseSum
     ]
+    sparse = {i: stages[i] for i, kind in kinds.items() if kind is not sums.DenseSum}
     if sparse:
-        own = {i: stages[i] for i in sparse}
-        found.append(sums.GatherSum(wire, own, [forms[i] for i in sparse]))
+        found.append(kinds[max(sparse)](wire, sparse))
     return found
 
 
@@ -132,6 +205,10 @@ def within_budget(
 def tell(wire: sums.Wire, variables: Sequence[tf.Variable]) -> None:
     """Say how an exchange of variables begins."""
     tell_dense_stages(wire.config, wire.layout, wire.transport)
+    if wire.config.exchange == "owners" and wire.transport.rank == 0:
+        _logger.info(
+            "%s is summed by owners on %d workers", wire.name, wire.transport.size
+        )
     tell_dense_types(wire.config, variables, wire.transport)
     if wire.layout.segments:
         stages = len(warmup.stages(wire.config))
@@ -146,7 +223,7 @@ def tell_dense_stages(config: DGCConfig, layout: Layout, transport: Transport) -
         for stage in warmup.stages(config)
         if stage.sparsity
         and layout.size
-        and not message_format(layout, stage.sparsity, config, size).slots
+        and kind_at(layout, stage.sparsity, config, size) is sums.DenseSum
     ]
     if found and transport.rank == 0:
         _logger.warning(

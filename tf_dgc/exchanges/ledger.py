@@ -17,7 +17,7 @@ from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.figures import Clock, StepStats, TensorStats
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.records import Record
-from tf_dgc.exchanges.residual import RATES
+from tf_dgc.exchanges.residual import OWNED, RATES
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import shaped
@@ -230,7 +230,11 @@ class Ledger:
             Record(
                 exchange.forms,
                 exchange.steps,
-                {name: _array_of(v) for name, v in exchange.state.items()},
+                {
+                    name: _array_of(value)
+                    for part in (exchange.state, exchange.owed)
+                    for name, value in part.items()
+                },
             )
             for exchange in self.left(choice)
         ]
@@ -338,6 +342,8 @@ def _check(exchange: Exchange, record: Record) -> None:
     """Raise ValueError where a record is not of an exchange."""
     shapes = {name: v.shape.as_list() for name, v in exchange.state.items()}
     saved = {name: list(array.shape) for name, array in record.arrays.items()}
+    if saved.get(OWNED) in shapes.values():  # which every compressed exchange takes
+        del saved[OWNED]
     if saved.get(RATES) == []:  # written where one stood for all tensors
         saved[RATES] = shapes.get(RATES, [])
     for field, own, found in (
@@ -351,7 +357,7 @@ def _check(exchange: Exchange, record: Record) -> None:
             )
 
 
-def _array_of(variable: tf.Variable) -> np.ndarray:
-    """Return a value in a type that NumPy has by itself."""
-    value = variable.read_value()
+def _array_of(value: Any) -> np.ndarray:
+    """Return what a variable or tensor holds in a type that NumPy has by itself."""
+    value = tf.convert_to_tensor(value)
     return (tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value).numpy()

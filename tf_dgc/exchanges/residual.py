@@ -12,7 +12,7 @@ this process: one, but in a simulation.
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.sums import Kept, Sparse
 
 RATES = "learning rate"  # name of what is saved of them
+OWNED = "residual at owners"  # and of what these have not passed on: `SparseSum.whole`
 
 
 class Loan(NamedTuple):
@@ -222,8 +223,15 @@ class Residual(Keeping):
     def _comes_again(self) -> tf.Tensor:
         return tf.cast(self._seen.read_value() == self.step.read_value(), tf.int64)
 
-    def fall(self, rate: tf.Tensor) -> None:
-        """Let v fall with the learning rate, shape []; it is the last from now on."""
+    def fall(
+        self, rate: tf.Tensor, others: Sequence[Callable[[tf.Tensor], None]] = ()
+    ) -> None:
+        """Let v fall with the learning rate, shape []; it is the last from now on.
+
+        Args:
+            rate: of this step.
+            others: scale what waits elsewhere, by numbers of the elements, shape [P].
+        """
         rates = self.arenas.rates
         with tf.device("CPU:0"):  # which chooses what is done
             last = rates.read_value()
@@ -234,6 +242,8 @@ class Residual(Keeping):
         def scale() -> None:
             by = arena.spread(self.layout, fallen)
             self.v.assign(by * self.v, read_value=False)
+            for other in others:
+                other(by)
 
         if self.config.rate_correction and self.unit == "steps":
             tf.cond(falls, scale, lambda: None)

@@ -116,6 +116,12 @@ class HierarchicalTransport(base.Transport):
             gathered = self._between.all_gather(tensor, name)
         return self._pass_on([gathered], name)[0]
 
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Send each node a row of a tensor, which all workers of a node hold."""
+        if self._between is not None:
+            tensor = self._between.all_to_all(tensor, name)
+        return self._pass_on([tensor], name)[0]
+
     def _pass_on(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Give the first worker's tensors to all workers of the node.
 

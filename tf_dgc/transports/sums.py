@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import values
-from tf_dgc.compression import dgc, message, warmup
+from tf_dgc.compression import dgc, message, selection, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.transports.base import Transport
@@ -177,6 +177,10 @@ class Cost(NamedTuple):
         """Bytes that it receives from others."""
         return self.passed * (self.workers - 1) // self.workers
 
+    def seconds(self, bandwidth: float, latency: float) -> float:
+        """Return what it takes, given bytes in a second, and seconds of a message."""
+        return self.received / bandwidth + self.hops * latency
+
 
 class Wire(NamedTuple):
     """The workers between which an arena is summed, and the settings."""
@@ -192,27 +196,33 @@ class SparseSum(abc.ABC):
     """A way to sum an arena at some stages of the warm-up: it alone knows the wire.
 
     It selects, packs, sends and reads. What a worker keeps depends on what was used of
-    its elements, not on what it sent. It lives as long as its exchange, and may hold
-    state of its own.
+    its elements, not on what it sent. It lives as long as its exchange, and may keep
+    back something itself.
 
     Attributes:
         numbers: of its stages, in the list of all.
-        slots: K at each of them; 0 where everything is sent.
-        state: its own, by name; saved and summed over the workers as `residual` is.
+        slots: K of what is to be added up, at each; 0 where everything is sent.
     """
 
-    state: Mapping[str, tf.Variable] = {}
-
-    def __init__(
-        self,
-        wire: Wire,
-        stages: Mapping[int, warmup.Stage],
-        forms: Sequence[message.Format],
-    ) -> None:
-        """Take the stages, by number, and the form of a message at each."""
-        self.wire, self._forms = wire, list(forms)
+    def __init__(self, wire: Wire, stages: Mapping[int, warmup.Stage]) -> None:
+        """Take the stages, by number."""
+        self.wire = wire
         self.numbers, self._stages = list(stages), list(stages.values())
-        self.slots = [form.slots for form in forms]
+        args = wire.config, wire.transport.size
+        self._forms = [
+            self.form(wire.layout, each.sparsity, *args) for each in self._stages
+        ]
+        self.slots = [form.slots for form in self._forms]
+
+    @staticmethod
+    @abc.abstractmethod
+    def form(layout: Layout, sparsity: float, config: DGCConfig, workers: int) -> Any:
+        """Return the static form of what is sent at a sparsity."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def cost(form: Any, layout: Layout, workers: int) -> Cost:
+        """Return the cost of one sum, given what `form` returned."""
 
     def stage_at(self, step: tf.Tensor) -> tf.Tensor | None:
         """Return which of its stages a step is at, shape [], int32; of one None."""
@@ -235,14 +245,39 @@ class SparseSum(abc.ABC):
             tf.errors.InvalidArgumentError: a message is damaged, or not of this step.
         """
 
-    @staticmethod
-    @abc.abstractmethod
-    def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
-        """Return the cost of one sum, given the form of a message."""
+    # What it keeps back itself.
+
+    def kept(self) -> tf.Tensor | None:
+        """Return it, of each worker in this process: shape [*axis, R]; or None."""
+        return None
+
+    def whole(self) -> tf.Tensor | None:
+        """Return it as an arena, [*axis, P]: to be saved, or summed over the workers.
+
+        None stands for zeros.
+        """
+        return None
+
+    def keep(self, arena: tf.Tensor) -> tf.Tensor:
+        """Keep back what is its own to keep of arenas, [*axis, P]; return the rest."""
+        return arena
+
+    def scale(self, by: tf.Tensor) -> None:
+        """Multiply what is kept back by numbers of its elements, shape [P]."""
+        return
 
 
 class GatherSum(SparseSum):
     """The largest elements, in a message from everybody to everybody."""
+
+    @staticmethod
+    def form(
+        layout: Layout, sparsity: float, config: DGCConfig, workers: int
+    ) -> message.Format:
+        """Return the form of a message."""
+        slots = sum(selection.slots_per_segment(layout, sparsity))
+        begins = [segment.offset for segment in layout.segments]
+        return message.make_format(slots, layout.size, config.value_dtype, begins)
 
     def __call__(
         self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
@@ -272,6 +307,13 @@ class GatherSum(SparseSum):
 
 class DenseSum(SparseSum):
     """All elements, in a reduction; after messages without any, which are compared."""
+
+    @staticmethod
+    def form(
+        layout: Layout, sparsity: float, config: DGCConfig, workers: int
+    ) -> message.Format:
+        """Return the form of a message without elements."""
+        return message.make_format(0, layout.size, config.value_dtype)
 
     def __call__(
         self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
@@ -322,14 +364,33 @@ def receive(form: message.Format, messages: tf.Tensor) -> message.Contents:
     Raises:
         tf.errors.InvalidArgumentError: one is damaged, or not of this step.
     """
-    found = message.unpack(form, messages)
-    found = found._replace(values=message.numbers(form, found))
-    faults = message.faults(form, messages, found)
-    with tf.control_dependencies([_require_sound(faults, found.header)]):
+    found, faults = read(form, messages)
+    with tf.control_dependencies([require_sound(faults, found.header)]):
         return tf.nest.map_structure(tf.identity, found)
 
 
-def _require_sound(faults: tf.Tensor, header: message.Header) -> tf.Tensor:
+def read(
+    form: message.Format,
+    messages: tf.Tensor,
+    place: Callable[[tf.Tensor], tf.Tensor] = lambda positions: positions,
+) -> tuple[message.Contents, tf.Tensor]:
+    """Read messages, shape [N, words].
+
+    Args:
+        form: of each.
+        messages: of all workers.
+        place: of their positions in the arena that `form.begins` are of.
+
+    Returns:
+        What they hold, their values as `message.numbers`; and `message.faults`.
+    """
+    found = message.unpack(form, messages)
+    places = place(found.positions)
+    found = found._replace(values=message.numbers(form, found, places))
+    return found, message.faults(form, messages, found)
+
+
+def require_sound(faults: tf.Tensor, header: message.Header) -> tf.Tensor:
     """Raise InvalidArgumentError where messages are not those of one and the same step.
 
     Args:
