@@ -16,6 +16,7 @@ from tf_dgc import _host, bands
 from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.downpour import ServerStats
+from tf_dgc.exchanges.figures import StepStats
 from tf_dgc.strategies import backups, calls, kept, owners, positions, remembered
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy
@@ -33,7 +34,7 @@ _ASKED = 10
 
 
 class CompressionStats(keras.callbacks.Callback):
-    """Adds to the logs of each epoch what this worker sent in it.
+    """Adds to the logs of each epoch what this worker sent and received in it.
 
     So they come into History, CSVLogger, TensorBoard and the progress bar. Callbacks
     that are listed before this one do not see them.
@@ -43,6 +44,7 @@ class CompressionStats(keras.callbacks.Callback):
     | `sent_bytes` | handed to the transport in this epoch |
     | `avoided_bytes` | what dense training would have handed to it, less that |
     | `compression` | dense bytes over sent bytes |
+    | `received_bytes` | received from other workers in this epoch |
     | `density` | share of the gradients' elements that were sent |
     | `residual_norm` | Euclidean norm of what is kept back at the end of the epoch |
     | `stale` | share of the compressed elements not sent once in this epoch |
@@ -63,7 +65,7 @@ class CompressionStats(keras.callbacks.Callback):
     | `pushes`, `pulls` | how often it pushed gradients, and fetched parameters |
     | `staleness` | mean number of pushes of others that its own pushes had missed |
     | `dropped` | its gradients that came too late for a step of all workers |
-    | `received_bytes` | parameters that it fetched |
+    | `received_bytes` | of parameters that it fetched, instead |
 
     Example:
         model.fit(dataset, callbacks=[tf_dgc.callbacks.CompressionStats()])
@@ -84,7 +86,7 @@ class CompressionStats(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the counters stand."""
         strategy = _strategy_of(self)
-        self._before = [int(figure) for figure in strategy.stats(total=True)[:4]]
+        self._before = _counted(strategy.stats(total=True))
         strategy.tensor_stats(reset=True)
         if isinstance(strategy, ParameterAveragingStrategy):
             self._rounds = int(strategy.round_stats().rounds)
@@ -95,14 +97,15 @@ class CompressionStats(keras.callbacks.Callback):
         """Add the figures to `logs`."""
         strategy = _strategy_of(self)
         total = strategy.stats(total=True)
-        now = [int(figure) for figure in total[:4]]
-        sent, dense, sent_elements, elements = (
-            after - before for after, before in zip(now, self._before, strict=True)
+        sent, dense, sent_elements, elements, received = (
+            after - before
+            for after, before in zip(_counted(total), self._before, strict=True)
         )
         figures = {
             "sent_bytes": sent,
             "avoided_bytes": dense - sent,
             "compression": dense / max(sent, 1),
+            "received_bytes": received,
             "density": sent_elements / max(elements, 1),
             "residual_norm": float(total.residual_norm),
         }
@@ -121,6 +124,11 @@ class CompressionStats(keras.callbacks.Callback):
             figures |= {f"density/{tensor.name}": tensor.density for tensor in tensors}
         if logs is not None:
             logs.update(figures)
+
+
+def _counted(stats: StepStats) -> list[int]:
+    """Return those of the figures that add up over steps."""
+    return [int(figure) for figure in (*stats[:4], stats.received_bytes)]
 
 
 def _served(before: ServerStats, after: ServerStats) -> dict[str, float]:

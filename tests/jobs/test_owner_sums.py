@@ -56,4 +56,6 @@ class OwnersTest(unittest.TestCase):
         self.check("float32", ("collective", 2), ("horovod", 2), ("hybrid", 2))
 
     def test_three_have_regions_of_two_sizes(self) -> None:
-        self.check("float16", ("collective", 3), ("horovod", 3))
+        # Of three, transports add up what is dense in orders of their own.
+        self.check("float16", ("collective", 3))
+        self.check("float16", ("horovod", 3))

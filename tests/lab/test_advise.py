@@ -21,6 +21,7 @@ from tf_dgc.compression import dgc
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger
 from tf_dgc.exchanges.formats import message_format
+from tf_dgc.exchanges.owner_sum import OwnerSum
 from tf_dgc.lab import advise, measure, rates
 from tf_dgc.lab.advise import Network, Prediction, Traffic
 from tf_dgc.lab.measure import Measured
@@ -126,9 +127,26 @@ class FormulaTest(tf.test.TestCase):
         }
         computed = {"dense": 1.0, "DGC": 1.5 + 3 * 0.1, "averaging": 1.0 + 0.5 / 4}
         hops = {"dense": 6, "DGC": 9, "averaging": 9 / 4}
+        owners = OwnerSum.form(tensors.layout, 0.99, config, 4)
+        passed = 3 * (owners.parts.bytes + owners.sums.bytes + 4)
+        sent["owners"], hops["owners"] = 1.5 * (316 + 4 * 4) + passed, 12
+        computed["owners"] = 1.5 + (1.25 + 4 - 1) * 0.1
+        self.assertEqual(found.keys(), sent.keys())
         for name, prediction in found.items():
             seconds = computed[name] + 8e-6 * sent[name] + 0.01 * hops[name]
             self.assertAllClose([*prediction], [seconds, sent[name]], msg=name)
+
+    def test_what_owners_send_does_not_grow_with_the_workers(self) -> None:
+        config = DGCConfig.paper()
+        tensors = measure.tensors_of([tf.Variable(tf.zeros([1000, 1000]))], config)
+        network = Network(1e9, 0.0)
+        few, many = (
+            advise.predict(MEASURED, tensors, config, 4, workers, network)
+            for workers in (16, 64)
+        )
+        self.assertLess(many["owners"].wire_bytes, 1.5 * few["owners"].wire_bytes)
+        self.assertGreater(many["DGC"].wire_bytes, 3 * few["DGC"].wire_bytes)
+        self.assertLess(many["owners"].seconds, many["DGC"].seconds)
 
     def test_split_layers(self) -> None:
         inner = keras.Sequential(

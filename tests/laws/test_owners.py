@@ -299,6 +299,20 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
                     for x, y in zip(a, b, strict=True):
                         self.assertAllEqual(x, y)
 
+    @parameterized.product(by=["owners", "allgather"], sparsity=[0.0, 0.9])
+    def test_what_comes_from_others_is_counted(self, by: str, sparsity: float) -> None:
+        case = Case(steps=2)
+        config = config_of(exchange=by, sparsity=sparsity, growth=1)
+        layout = arena.build([("t", SHAPES[i]) for i in case.large()])
+        cost = formats.cost(layout, sparsity, config, case.workers)
+        # A dense one is of the arena with padding, after headers.
+        large = cost.received if sparsity else 2 * 4 * layout.size * 2 // 3 + 2 * 20
+        small = 2 * (4 * 5 + 4 * case.workers) * 2 // 3
+        for found in case.run(config):
+            stats = found.ledger.stats(True)
+            self.assertEqual(int(stats.received_bytes), 2 * (large + small))
+            self.assertEqual(int(found.ledger.stats().received_bytes), large + small)
+
     def test_other_ranks_change_no_sum(self) -> None:
         class Turned(Case):
             def gradients(self, rank: int, step: int) -> list[tf.Tensor]:
@@ -551,20 +565,25 @@ class ChoiceTest(parameterized.TestCase, tf.test.TestCase):
 
 @pytest.mark.long
 class ManyTest(tf.test.TestCase):
-    def test_as_many_workers_as_there_are(self) -> None:
-        for workers in (256, 1024):
-            case = Case(((200, 150), (5,)), workers, whole=True, steps=2)
-            config = config_of(sparsity=0.99, growth=4)
-            found = case.simulated(config)
-            applied = sum(case.in_arena(step) for step in found.applied)
-            every = [
-                case.in_arena([g.numpy() for g in case.gradients(rank, step)])
-                for rank in range(workers)
-                for step in range(2)
-            ]
-            kept = np.sum(found.v, axis=0) + np.sum(found.z, axis=0)
-            self.assertAllEqual(applied + kept, sum(every))
-            self.assertTrue(np.any(found.z))
+    def check(self, workers: int) -> None:
+        case = Case(((200, 150), (5,)), workers, whole=True, steps=2)
+        found = case.simulated(config_of(sparsity=0.99, growth=4))
+        applied = sum(case.in_arena(step) for step in found.applied)
+        every = [
+            case.in_arena([g.numpy() for g in case.gradients(rank, step)])
+            for rank in range(workers)
+            for step in range(2)
+        ]
+        kept = np.sum(found.v, axis=0) + np.sum(found.z, axis=0)
+        self.assertAllEqual(applied + kept, sum(every))
+        self.assertTrue(np.any(found.z))
+
+    def test_nothing_is_lost_of_256(self) -> None:
+        self.check(256)
+
+    @pytest.mark.slow
+    def test_nothing_is_lost_of_1024(self) -> None:
+        self.check(1024)
 
     def test_a_model_trains(self) -> None:
         config = config_of(sparsity=0.9, growth=4, min_elements=1)

@@ -17,13 +17,13 @@ from tf_dgc.exchanges import applied
 from tf_dgc.exchanges.base import Apply, Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
-from tf_dgc.exchanges.figures import RoundStats, TensorStats
+from tf_dgc.exchanges.figures import RoundStats, TensorStats, counted
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.ledger import Ledger
 from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.exchanges.parts import Ballot, Part, refuse_other_data
 from tf_dgc.exchanges.residual import OWNED
-from tf_dgc.transports import handshake
+from tf_dgc.transports import handshake, sums
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
 _HEADER_BYTES = 8 * len(averaging.Header._fields)
@@ -172,7 +172,7 @@ class Averaged(Exchange):
             self._note_read(part)
             self._ballot = part.ballot
         first = self.config.synchronous_steps
-        nothing = tf.zeros([2], tf.int64)
+        nothing = sums.no_traffic()
 
         def own() -> tuple[list[Any], tf.Tensor]:
             whole = self.transport.size if part is None else part.whole
@@ -180,17 +180,17 @@ class Averaged(Exchange):
 
         def together() -> tuple[list[Any], tf.Tensor]:
             found = self._together.gradients(local, None, part)
-            return found.gradients, found.sent
+            return found.gradients, found.traffic
 
         has_rows = tf.constant(True) if part is None else part.weight > 0
         with tf.device("CPU:0"):
             early = self.taken < first
-        found, sent = tf.cond(early, together, own) if first else own()
+        found, traffic = tf.cond(early, together, own) if first else own()
         # A worker without rows has not moved, and is left out of the mean.
         self.moved.assign_add(tf.cast(has_rows & ~early, tf.int64))
         self.unsettled.assign_add(tf.cast(has_rows, tf.int64))
         applies = None if part is None else has_rows | early
-        return Update(found, [False] * len(found), applies, sent)
+        return Update(found, [False] * len(found), applies, traffic)
 
     def _note_read(self, part: Part) -> None:
         """Add up the numbers of what is read, in a way that tells orders apart."""
@@ -265,9 +265,9 @@ class Averaged(Exchange):
             self.averaged, self.unsettled, averaging.count(headers.unsettled)
         )
         averaged = list(self.averaged)
-        sent = tf.zeros([2], tf.int64)
+        traffic = sums.no_traffic()
         if parameters and self._anchor:
-            sent = self._step_from_anchor(before, averaging.count(headers.moved))
+            traffic = self._step_from_anchor(before, averaging.count(headers.moved))
         elif parameters:
             moved = averaging.count(headers.moved)
             parts = [*averaging.shares(before, self.moved, moved), *parts]
@@ -277,8 +277,10 @@ class Averaged(Exchange):
             variable.assign(tf.cast(mean, variable.dtype))
         counts = [v.shape.num_elements() for v in averaged]
         size = sum(n * part.dtype.size for n, part in zip(counts, parts, strict=True))
-        sent += tf.constant([_HEADER_BYTES + size, sum(counts)], tf.int64)
-        self.counters.add(tf.stack([sent[0], 0, sent[1], 0]))
+        others = self.transport.size - 1
+        received = others * _HEADER_BYTES + sums.in_ring(size, others + 1)
+        traffic += sums.traffic_of(_HEADER_BYTES + size, sum(counts), received)
+        self.counters.add(counted(traffic))
         if parameters:
             self._drop_anchor()
             self.distance.assign(averaging.distance(before, self.variables))
@@ -294,7 +296,7 @@ class Averaged(Exchange):
     def _step_from_anchor(
         self, own: Sequence[tf.Tensor], moved: tf.Tensor
     ) -> tf.Tensor:
-        """Step from where the period began; return bytes and elements, shape [2]."""
+        """Step from where the period began; return `sums.traffic_of` it."""
         anchor = [a.read_value() for a in self._anchor]
         local = averaging.outer_gradients(anchor, own)
         update = self.inner.gradients(averaging.shares(local, self.moved, moved), None)
@@ -308,7 +310,7 @@ class Averaged(Exchange):
             step()
         else:
             tf.cond(update.applies, step, lambda: None)
-        return update.sent
+        return update.traffic
 
     def _step(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         if self._outer is not None:

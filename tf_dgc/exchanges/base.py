@@ -90,7 +90,7 @@ class Update(NamedTuple):
     # still repeat; None is in the variables already
     finished: list[bool]  # per gradient: it is SGD's step, momentum and rate in it
     applies: tf.Tensor | None = None  # shape [], bool: False where all skip; None: True
-    sent: tf.Tensor | None = None  # bytes and elements of this worker, shape [2], int64
+    traffic: tf.Tensor | None = None  # of this worker, see `sums.traffic_of`
 
 
 Apply = Callable[[Update, Sequence[Any]], None]

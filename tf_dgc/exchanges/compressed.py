@@ -27,7 +27,7 @@ from tf_dgc.exchanges.parts import Part, weighed_sum
 from tf_dgc.exchanges.residual import OWNED, Residual
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
-from tf_dgc.transports.sums import SparseSum, Wire, Workers, one
+from tf_dgc.transports.sums import SparseSum, Wire, Workers, no_traffic, one
 
 
 class Compressed(Exchange):
@@ -120,7 +120,7 @@ class Compressed(Exchange):
         share = Contribution(gradient, scale, factor, *rest)
 
         send = functools.partial(self._send, share)
-        sent = tf.cond(ok, send, lambda: tf.zeros([2], tf.int64))
+        traffic = tf.cond(ok, send, no_traffic)
         found: list[Any] = [None] * len(local)
         flags = [self.mode.is_step and i in self._large for i in range(len(local))]
         if not self.mode.takes_small:
@@ -128,7 +128,7 @@ class Compressed(Exchange):
                 found[i] = tensor
         for i, tensor in zip(self._large, self.mode.gradients(), strict=True):
             found[i] = None if tensor is None else tf.cast(tensor, local[i].dtype)
-        return Update(found, flags, ok, told.sent + sent)
+        return Update(found, flags, ok, told.traffic + traffic)
 
     def _clipped(
         self, local: list[Any], taken_over: TakenOver | None, whole: int
@@ -144,7 +144,7 @@ class Compressed(Exchange):
         """Accumulate, sum at the present stage, keep the rest, apply the sum.
 
         Returns:
-            Bytes and elements sent, shape [2], int64.
+            See `sums.traffic_of`.
         """
         with self.residual.arenas.borrowed():
             if share.taken_over is not None:
@@ -154,11 +154,11 @@ class Compressed(Exchange):
             through = [
                 functools.partial(self._through, s, share, step) for s in self._sums
             ]
-            sent = values.one_of(
+            traffic = values.one_of(
                 through, formats.number_at(step, self._sums, self.config)
             )
             self.residual.count()
-        return sent
+        return traffic
 
     def _through(
         self, wire: SparseSum, share: Contribution, step: tf.Tensor
@@ -166,11 +166,11 @@ class Compressed(Exchange):
         """Take a step at the stages of one kind of sum."""
         stage = wire.stage_at(step)
         kept = self.mode.add(share, whole=not any(wire.slots))
-        total, used, sent = wire(kept, step, stage)
+        total, used, traffic = wire(kept, step, stage)
         with tf.control_dependencies(tf.nest.flatten(total)):
             kept.keep(used)
         self.mode.apply(share, total, wire.slots, stage)
-        return sent
+        return traffic
 
     # What is kept back.
 

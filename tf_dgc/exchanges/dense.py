@@ -27,8 +27,8 @@ class Dense(Exchange):
         repeats = self.clips
         if part is None:
             found = sums.dense(transport, local, self.name, repeats=repeats)
-            return Update(found.gradients, finished, None, found.sent)
+            return Update(found.gradients, finished, None, found.traffic)
         seat = tf.one_hot(transport.rank, transport.size)
         zero = tf.zeros([])
         told = weighed_sum(transport, local, self.name, seat, zero, part, repeats)
-        return Update(told.gradients, finished, None, told.sent)
+        return Update(told.gradients, finished, None, told.traffic)

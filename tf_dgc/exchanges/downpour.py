@@ -359,10 +359,10 @@ class Downpour(Exchange):
         self._rate = None if momentum is None else momentum.learning_rate
         flags = [False] * len(local)
         if not self._sums:
-            return Update(local, flags, None, _cost(local))
+            return Update(local, flags, None, _traffic(_cost(local)))
         sums, due = self._added_up(local)
         sent = tf.where(due, _cost(sums), tf.zeros([2], tf.int64))
-        return Update(sums, flags, due, sent)
+        return Update(sums, flags, due, _traffic(sent))
 
     def _added_up(self, local: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Add gradients up; return the sums, and whether they are to be pushed."""
@@ -384,7 +384,7 @@ class Downpour(Exchange):
         sent = _cost(self._local) + pushed.cost(self._chosen)
         if due is not None:
             sent = tf.where(due, sent, tf.zeros([2], tf.int64))
-        return Update(steps, [True] * len(steps), due, sent)
+        return Update(steps, [True] * len(steps), due, _traffic(sent))
 
     def push(self, update: Callable[..., None]) -> None:
         """Count a push, and do it.
@@ -562,6 +562,14 @@ def _size(variables: Sequence[Any]) -> tf.Tensor:
     own = [v for v in variables if not isinstance(v, Table)]
     size = sum(v.shape.num_elements() * v.dtype.size for v in own)
     return tf.constant(size, tf.int64)
+
+
+def _traffic(sent: tf.Tensor) -> tf.Tensor:
+    """Return `sums.traffic_of` bytes and elements, shape [2], of a push.
+
+    What is fetched does not come with a step's gradients: `ServerStats` has it.
+    """
+    return tf.concat([sent, tf.zeros([1], tf.int64)], axis=0)
 
 
 def _cost(gradients: Sequence[Any]) -> tf.Tensor:

@@ -1,6 +1,6 @@
 """What a worker counts: of a step, of a round, of each tensor."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -84,8 +84,27 @@ class Coverage:
             variable.assign(tf.zeros_like(variable))
 
 
+COUNTED = 5  # figures of a step
+
+
+def counted(traffic: Any, size: int = 0, elements: int = 0) -> tf.Tensor:
+    """Return the figures of a step: shape [COUNTED], int64, on the host.
+
+    Args:
+        traffic: what `sums.traffic_of` returned.
+        size: bytes of all gradients.
+        elements: of all gradients.
+
+    Returns:
+        Bytes sent, all bytes, elements sent, all elements, bytes received.
+    """
+    with tf.device("CPU:0"):
+        sent, sent_elements, received = tf.unstack(traffic)
+        return tf.stack([sent, size, sent_elements, elements, received])
+
+
 class StepStats(NamedTuple):
-    """What one worker sent, in the last step or in all steps.
+    """What one worker sent and received, in the last step or in all steps.
 
     Bytes are those handed to the transport: messages with header and padding, densely
     reduced tensors, and what tells each worker's rows; the network's own framing not.
@@ -96,6 +115,8 @@ class StepStats(NamedTuple):
     sent_elements: tf.Tensor  # shape [], int64
     dense_elements: tf.Tensor  # shape [], int64; elements of all gradients
     residual_norm: tf.Tensor  # shape [], float32; Euclidean norm of what is kept
+    received_bytes: tf.Tensor  # shape [], int64; from others: N - 1 messages of an
+    # all-gather, N - 1 to this owner and of others, 2 (N - 1) / N of dense tensors
 
 
 class Clock:
@@ -103,25 +124,25 @@ class Clock:
 
     Attributes:
         step: shape [], int64.
-        total: sum of the figures of all steps, shape [4], int64, as in StepStats.
+        total: sum of the figures of all steps, as of `counted`.
     """
 
     def __init__(self) -> None:
         """Create the variable, zero, outside of any graph."""
         with tf.init_scope(), tf.device("CPU:0"):
             self.step = own_variable(tf.zeros([], tf.int64), "dgc_clock")
-            self.total = own_variable(tf.zeros([4], tf.int64), "dgc_total")
+            self.total = own_variable(tf.zeros([COUNTED], tf.int64), "dgc_total")
 
 
 class Counters:
-    """Counts what a worker sends, by optimizer, in the order of StepStats."""
+    """Counts what a worker sends and receives, by optimizer."""
 
     def __init__(self, clock: Clock) -> None:
         """Create the variables, all zero, outside of any graph."""
         self._clock = clock
         with tf.init_scope(), tf.device("CPU:0"):
             self._step = own_variable(tf.constant(-1, tf.int64), "dgc_counted_step")
-            self._last = own_variable(tf.zeros([4], tf.int64), "dgc_last")
+            self._last = own_variable(tf.zeros([COUNTED], tf.int64), "dgc_last")
 
     @property
     def last(self) -> tf.Tensor:
@@ -129,7 +150,7 @@ class Counters:
         return self._last * tf.cast(self._step == self._clock.step, tf.int64)
 
     def record(self, figures: tf.Tensor) -> None:
-        """Take in one step's figures, shape [4], int64."""
+        """Take in one step's figures, as of `counted`."""
         with tf.device("CPU:0"):
             again = tf.cast(self._step == self._clock.step, tf.int64)
             self._step.assign(self._clock.step.assign_add(again))
@@ -137,7 +158,7 @@ class Counters:
             self._clock.total.assign_add(figures)
 
     def add(self, figures: tf.Tensor) -> None:
-        """Take in what was sent for the last step after it was recorded, shape [4]."""
+        """Take in what travelled for the last step after it was recorded."""
         with tf.device("CPU:0"):
             self._last.assign_add(figures)
             self._clock.total.assign_add(figures)

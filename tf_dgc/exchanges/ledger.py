@@ -14,7 +14,13 @@ import tensorflow as tf
 
 from tf_dgc.exchanges import records, replicas
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
-from tf_dgc.exchanges.figures import Clock, StepStats, TensorStats
+from tf_dgc.exchanges.figures import (
+    COUNTED,
+    Clock,
+    StepStats,
+    TensorStats,
+    counted,
+)
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.records import Record
 from tf_dgc.exchanges.residual import OWNED, RATES
@@ -134,8 +140,7 @@ class Ledger:
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
         with tf.device("CPU:0"):
-            sent_bytes, sent_elements = tf.unstack(update.sent)
-            figures = tf.stack([sent_bytes, size, sent_elements, elements])
+            figures = counted(update.traffic, size, elements)
         exchange.counters.record(figures)
         return update
 
@@ -318,11 +323,12 @@ class Ledger:
     def stats(self, total: bool = False) -> StepStats:
         """Return this worker's figures of the last step, or summed over all steps."""
         if total:
-            counted = self._clock.total.read_value()
+            found = self._clock.total.read_value()
         else:
             last = [exchange.counters.last for exchange in self.exchanges()]
-            counted = sum(last, tf.zeros([4], tf.int64))
-        return StepStats._make([*tf.unstack(counted, 4), self.residual_norm()])
+            found = sum(last, tf.zeros([COUNTED], tf.int64))
+        figures = tf.unstack(found, COUNTED)
+        return StepStats._make([*figures[:4], self.residual_norm(), figures[4]])
 
 
 def _key(variables: Sequence[Any]) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports import base, sums
 from tf_dgc.transports.sums import Cost, Exchanged, Kept, Sparse, Wire
 
-_ROOM = 1.25  # of what goes to an owner on average
+ROOM = 1.25  # of what goes to an owner on average
+VERDICT_BYTES = 4  # that an owner adds to its message
 _HEADER, _POSITIONS = map(message.FAULTS.index, ("its header", "their positions"))
 
 
@@ -71,7 +72,7 @@ class OwnerSum(sums.SparseSum):
         total = sum(selection.slots_per_segment(layout, sparsity))
         size = regions.size_of(layout.size, workers)
         begins = [segment.offset for segment in layout.segments]
-        room = min(math.ceil(_ROOM * total / workers), total, size)
+        room = min(math.ceil(ROOM * total / workers), total, size)
         most = workers * room
         if config.growth < workers:
             most = math.ceil(config.growth * total / workers)
@@ -84,7 +85,7 @@ class OwnerSum(sums.SparseSum):
     @staticmethod
     def cost(form: Forms, layout: Layout, workers: int) -> Cost:
         """Return that of an all-to-all by pairs, and of N messages in a ring."""
-        last = form.sums.bytes + 4
+        last = form.sums.bytes + VERDICT_BYTES
         passed = workers * (form.parts.bytes + last)
         return Cost(
             workers * form.parts.bytes + last, passed, 2 * (workers - 1), workers
@@ -94,17 +95,17 @@ class OwnerSum(sums.SparseSum):
         self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
     ) -> Exchanged:
         """Sum by owners; see the base class."""
-        split = functools.partial(self._split, step=step, stage=stage)
+        split = functools.partial(self.split, step=step, stage=stage)
         own = self.wire.workers.each(split, kept.read(), kept.peaks())
         through = [
-            functools.partial(self._through, number, form, step, *own)
-            for number, form in zip(self.numbers, self._forms, strict=True)
+            functools.partial(self.through, i, step, *own)
+            for i in range(len(self._forms))
         ]
         return Exchanged(*values.one_of(through, stage))
 
     # What a worker sends.
 
-    def _split(
+    def split(
         self,
         residual: tf.Tensor,
         peaks: tf.Tensor,
@@ -156,17 +157,17 @@ class OwnerSum(sums.SparseSum):
 
     # What an owner makes of it.
 
-    def _through(
+    def through(
         self,
         number: int,
-        form: Forms,
         step: tf.Tensor,
         messages: tf.Tensor,
         positions: tf.Tensor,
         sent: tf.Tensor,
     ) -> tuple[Any, ...]:
-        wire, workers = self.wire, self.wire.transport.size
-        name, axis = f"{wire.name}.{number}", wire.workers.axis
+        """Send what `split` returned, at one of the stages; see `Exchanged`."""
+        wire, workers, form = self.wire, self.wire.transport.size, self._forms[number]
+        name, axis = f"{wire.name}.{self.numbers[number]}", wire.workers.axis
         own = tf.bitcast(messages, tf.int32)
         own.set_shape([*axis, workers, form.parts.words])
         received = wire.transport.all_to_all(own, f"{name}.parts")
@@ -190,9 +191,10 @@ class OwnerSum(sums.SparseSum):
             tf.reshape(tf.ensure_shape(each, [*axis, form.sent]), [-1, form.sent])
             for each in (positions, sent)
         ]
-        size = self.cost(form, wire.layout, workers).sent
+        cost = self.cost(form, wire.layout, workers)
         count = tf.math.count_nonzero(used[0][0] < wire.layout.size)
-        return total, Sparse(*used), tf.stack([tf.constant(size, tf.int64), count])
+        traffic = sums.traffic_of(cost.sent, count, cost.received)
+        return total, Sparse(*used), traffic
 
     def _received(
         self, form: Forms, messages: tf.Tensor, step: tf.Tensor

@@ -39,7 +39,7 @@ class Told(NamedTuple):
     gradients: list[Any]
     nonfinite: tf.Tensor  # of each worker; shape [N], float32, on the host
     factor: tf.Tensor  # of this worker's gradients; shape [], float32, on the host
-    sent: tf.Tensor  # bytes and elements, shape [2], int64
+    traffic: tf.Tensor  # see `sums.traffic_of`
 
 
 _STOPS = 0.5
@@ -92,7 +92,7 @@ def weighed_sum(
             ballot.last.assign(tf.cast(flags > whole, tf.float32))
             flags = whole
         if part is None:
-            return Told(found.gradients, flags, tf.ones([]), found.sent)
+            return Told(found.gradients, flags, tf.ones([]), found.traffic)
         rates, weights = others
         sound = [_refuse_rates(rates, flags)]
         if witnesses is not None:
@@ -101,7 +101,7 @@ def weighed_sum(
             total = tf.reduce_sum(weights)
         share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
         factor = share * part.weight
-    return Told(_all_scaled(found.gradients, share), flags, factor, found.sent)
+    return Told(_all_scaled(found.gradients, share), flags, factor, found.traffic)
 
 
 def refuse_other_data(witnesses: tf.Tensor, components: Any) -> tf.Tensor:

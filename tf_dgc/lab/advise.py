@@ -10,10 +10,13 @@ bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
 
     all-reduce   2 (N - 1) / N  S / B + 2 (N - 1) L
     all-gather         (N - 1)  M / B +   (N - 1) L
+    all-to-all         (N - 1)  M / B +   (N - 1) L    M from each to each
 
     dense        step + all-reduce of the gradients
     DGC          step, compressed + (N - 1) * one more message, read and added
                  + all-gather of the messages + all-reduce of the small tensors
+    owners       step, compressed + as many more, read and added, as owners receive
+                 and pass on + all-to-all + all-gather + all-reduce of the small tensors
     averaging    step + (a round + all-reduce of parameters and moving statistics
                  + all-gather of headers) / period
     split        step + activations of large dense layers, by columns or by rows as
@@ -36,6 +39,7 @@ References:
 """
 
 import argparse
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +48,8 @@ from typing import NamedTuple
 import keras
 
 from tf_dgc.config import PAPER, AveragingConfig, DGCConfig
-from tf_dgc.exchanges.formats import message_format
+from tf_dgc.exchanges.formats import kind_at, message_format
+from tf_dgc.exchanges.owner_sum import ROOM, VERDICT_BYTES, Forms, OwnerSum
 from tf_dgc.lab import rates
 from tf_dgc.lab.measure import HEADER_BYTES, Measured, ModelError, Tensors, measure
 
@@ -66,15 +71,18 @@ class Traffic(NamedTuple):
     gathered: float  # M, bytes of all-gathers
     reductions: float  # number of them
     gatherings: float
+    swapped: float = 0  # bytes from each worker to each other, of all-to-alls
+    swaps: float = 0
 
     def wire_bytes(self, workers: int) -> float:
         """Return the bytes that each of N workers sends, and receives; no headers."""
         ring = 2 * (workers - 1) / workers * self.reduced
-        return ring + (workers - 1) * self.gathered
+        return ring + (workers - 1) * (self.gathered + self.swapped)
 
     def seconds(self, workers: int, network: Network) -> float:
         """Return the seconds that N workers' wires are busy or waited for."""
-        hops = (workers - 1) * (2 * self.reductions + self.gatherings)
+        rings = 2 * self.reductions + self.gatherings + self.swaps
+        hops = (workers - 1) * rings
         bits = 8 * self.wire_bytes(workers)
         return bits / network.bandwidth + hops * network.latency
 
@@ -92,6 +100,13 @@ def sends_messages(tensors: Tensors, config: DGCConfig, workers: int) -> bool:
     return form.slots > 0
 
 
+def by_owners(tensors: Tensors, config: DGCConfig, workers: int) -> Forms | None:
+    """Return the messages of an exchange by owners; None where there are none."""
+    config = dataclasses.replace(config, exchange="owners")
+    args = tensors.layout, config.sparsity, config, workers
+    return OwnerSum.form(*args) if kind_at(*args) is OwnerSum else None
+
+
 def exchanges(
     tensors: Tensors, config: DGCConfig, period: int, workers: int
 ) -> dict[str, Traffic]:
@@ -105,6 +120,12 @@ def exchanges(
         "DGC": Traffic(rest + arena, form.bytes, 2 if arena else 1, 1),
         "averaging": Traffic(*[x / period for x in (averaged, HEADER_BYTES, 1, 1)]),
     }
+    if tensors.layout.size:
+        found["owners"] = found["DGC"]
+        if (owners := by_owners(tensors, config, workers)) is not None:
+            parts = owners.parts.bytes, 1
+            passed_on = owners.sums.bytes + VERDICT_BYTES
+            found["owners"] = Traffic(rest, passed_on, 1, 1, *parts)
     if (split := tensors.split).exchanges:
         rest = tensors.gradient_bytes - split.weight_bytes
         activations = split.activation_bytes(workers)
@@ -132,9 +153,15 @@ def predict(
     """
     sends = sends_messages(tensors, config, workers)
     base = measured.compressed if sends else measured.uncompressed
+    gathered = base + (workers - 1) * measured.message if sends else base
+    owners = gathered
+    if by_owners(tensors, config, workers) is not None:
+        read = ROOM + min(config.growth, workers)  # messages, of which one is measured
+        owners = measured.compressed + (read - 1) * measured.message
     times = {
         "dense": measured.dense,
-        "DGC": base + (workers - 1) * measured.message if sends else base,
+        "DGC": gathered,
+        "owners": owners,
         "averaging": measured.dense + measured.round / period,
         # Of N times the rows an N-th of the units is computed.
         "split": measured.dense,

@@ -23,7 +23,29 @@ class Summed(NamedTuple):
 
     gradients: list[Any]
     votes: list[tf.Tensor]
-    sent: tf.Tensor  # bytes and elements of gradients, shape [2], int64
+    traffic: tf.Tensor  # see `traffic_of`
+
+
+def traffic_of(sent: Any, elements: Any, received: Any) -> tf.Tensor:
+    """Return what a worker counts of a step: shape [3], int64.
+
+    Args:
+        sent: bytes that it hands to the transport.
+        elements: of gradients, that it sends.
+        received: bytes that it receives from others.
+    """
+    with tf.device("CPU:0"):
+        return tf.stack([tf.cast(x, tf.int64) for x in (sent, elements, received)])
+
+
+def no_traffic() -> tf.Tensor:
+    """Return that of nothing."""
+    return traffic_of(0, 0, 0)
+
+
+def in_ring(size: int, workers: int) -> int:
+    """Return the bytes that each of N workers receives in a ring all-reduce."""
+    return 2 * size * (workers - 1) // workers
 
 
 def dense(
@@ -57,8 +79,7 @@ def dense(
     counts = [shape.num_elements() for shape in shapes]
     size: Any = sum(n * t.dtype.size for n, t in zip(counts, own, strict=True))
     elements: Any = sum(counts[: len(tensors)])
-    with tf.device("CPU:0"):
-        sent = tf.cast([size, elements], tf.int64)
+    traffic = traffic_of(size, elements, in_ring(size, transport.size))
     summed = list(gradients)
     for i, tensor in zip(tensors, reduced, strict=False):
         summed[i] = tensor
@@ -69,8 +90,8 @@ def dense(
     for column, i in enumerate(slices):
         args = transport, gradients[i], lengths[:, column], f"{name}.slices{i}"
         summed[i], cost = _sum_of_rows(*args, repeats)
-        sent += cost
-    return Summed(summed, reduced[len(tensors) :], sent)
+        traffic += cost
+    return Summed(summed, reduced[len(tensors) :], traffic)
 
 
 def _sum_of_rows(
@@ -80,7 +101,7 @@ def _sum_of_rows(
     name: str,
     repeats: bool,
 ) -> tuple[tf.IndexedSlices, tf.Tensor]:
-    """Sum IndexedSlices; return also what this worker sends, see `Summed`.
+    """Sum IndexedSlices; return also this worker's traffic, see `traffic_of`.
 
     Args:
         transport: to the other workers.
@@ -94,26 +115,30 @@ def _sum_of_rows(
     def gather() -> Any:
         found = transport.gather_slices(slices, name, lengths)
         elements = tf.size(values, tf.int64)
-        size = elements * values.dtype.size
-        size += tf.size(indices, tf.int64) * indices.dtype.size
-        return (found.values, found.indices), tf.stack([size, elements])
+        own, every = (
+            sum(tf.size(x, tf.int64) * x.dtype.size for x in (s.values, s.indices))
+            for s in (slices, found)
+        )
+        traffic = traffic_of(own, elements, every - own)
+        return (found.values, found.indices), traffic
 
     def reduce() -> Any:
         (total,) = transport.all_reduce([tf.convert_to_tensor(slices)], name)
         elements = shape.num_elements()
-        sent = tf.constant([elements * values.dtype.size, elements], tf.int64)
-        return (total, tf.range(shape[0], dtype=indices.dtype)), sent
+        size = elements * values.dtype.size
+        traffic = traffic_of(size, elements, in_ring(size, transport.size))
+        return (total, tf.range(shape[0], dtype=indices.dtype)), traffic
 
     if repeats or transport.size == 1 or not shape.is_fully_defined():
-        found, sent = gather()
+        found, traffic = gather()
     else:
         row = shape[1:].num_elements() * values.dtype.size
         with tf.device("CPU:0"):
             gathered = tf.reduce_max(lengths) * (row + indices.dtype.size)
             whole = tf.constant(2 * shape[0] * row, tf.int64)
             dearer = transport.size * gathered > whole
-        found, sent = tf.cond(dearer, reduce, gather)
-    return tf.IndexedSlices(*found, slices.dense_shape), sent
+        found, traffic = tf.cond(dearer, reduce, gather)
+    return tf.IndexedSlices(*found, slices.dense_shape), traffic
 
 
 class Sparse(NamedTuple):
@@ -161,7 +186,7 @@ class Exchanged(NamedTuple):
 
     total: Sparse | tf.Tensor  # to be added up, [N, K]; or the sum itself, shape [P]
     used: Sparse | None  # of each worker in this process, [W, K]; None: everything
-    sent: tf.Tensor  # bytes and elements of this worker, shape [2], int64
+    traffic: tf.Tensor  # of this worker, see `traffic_of`
 
 
 class Cost(NamedTuple):
@@ -323,17 +348,16 @@ class DenseSum(SparseSum):
         write = functools.partial(dgc.header, form=form, layout=layout, step=step)
         tensor = kept.read()
         own = self.wire.workers.each(lambda _: write(), tensor)
-        total, _, sent = _gathered(self.wire, number, form, own)
+        total, _, traffic = _gathered(self.wire, number, form, own)
         if not layout.size:
-            return Exchanged(tf.zeros([0]), None, sent)
+            return Exchanged(tf.zeros([0]), None, traffic)
         with tf.control_dependencies([total.positions]):  # the headers were alike
             name = f"{self.wire.name}.{number}.arena"
             (reduced,) = self.wire.transport.all_reduce([tensor], name)
-        return Exchanged(
-            reduced,
-            None,
-            sent + tf.constant([4 * layout.size, layout.elements], tf.int64),
-        )
+        size = 4 * layout.size
+        received = in_ring(size, self.wire.transport.size)
+        more = traffic_of(size, layout.elements, received)
+        return Exchanged(reduced, None, traffic + more)
 
     @staticmethod
     def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
@@ -353,9 +377,9 @@ def _gathered(
     total = Sparse(contents.positions, contents.values)
     first, count = wire.workers.ranks[0], len(wire.workers.ranks)
     used = Sparse(*[part[first : first + count] for part in total])
-    elements = tf.cast(contents.header.count[first], tf.int64)
-    sent = tf.stack([tf.constant(form.bytes, tf.int64), elements])
-    return total, used, sent
+    received = (wire.transport.size - 1) * form.bytes
+    traffic = traffic_of(form.bytes, contents.header.count[first], received)
+    return total, used, traffic
 
 
 def receive(form: message.Format, messages: tf.Tensor) -> message.Contents:
