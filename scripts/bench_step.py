@@ -14,6 +14,9 @@ the ratios are printed, so that other load on the machine matters less:
     sign_ratio              the same with the signs of four times the elements, at equal
                             bytes, over that; and with log4 and three times
     apply_ratio             read the messages of 4 workers and change the weights
+    owners_ratio_4, ...     what a worker does with what it receives by owners: read the
+                            parts of N workers, add them up, choose, read what N owners
+                            pass on and change the weights; for 4, 64 and 256 workers
     overhead_alone_dgc      share by which `fit` on one worker takes longer than
     overhead_alone_dense    without a strategy
 """
@@ -31,6 +34,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]
 
 WORKERS = 4
+OWNERS = (4, 64, 256)
 MOMENTUM = 0.9
 
 
@@ -134,6 +138,49 @@ class Training:
         return tf.stack(found)
 
 
+def by_owners(shape: tuple[int, ...], workers: int) -> Callable[[], Any]:
+    """Returns what one of N workers does with what it receives, of one tensor.
+
+    All regions have as many elements, so that all workers may send the same.
+    """
+    import tensorflow as tf
+
+    from tf_dgc import DGCConfig
+    from tf_dgc.compression import arena, selection, warmup
+    from tf_dgc.exchanges import applied
+    from tf_dgc.exchanges.owner_sum import OwnerSum
+    from tf_dgc.transports import sums
+    from tf_dgc.transports.local import LocalTransport
+
+    class Crowd(LocalTransport):
+        """One of N workers that all send the same."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = workers
+
+        def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+            return tf.tile(tensor[tf.newaxis], [workers, 1])
+
+    config, transport = DGCConfig.paper(exchange="owners"), Crowd()
+    layout = arena.build([("tensor", shape)])
+    wire = sums.Wire(transport, sums.one(transport), layout, config, "bench")
+    (stage,) = warmup.stages(config)
+    owners = OwnerSum(wire, {0: stage})
+    weights = [tf.Variable(tf.zeros(shape))]
+    residual = tf.random.stateless_normal([layout.size], [5, 6])
+    step = tf.zeros([], tf.int64)
+    parts = owners.split(residual, selection.peaks(residual), step, None)
+
+    @tf.function(autograph=False)
+    def take(*parts: tf.Tensor) -> tf.Tensor:
+        total, _, traffic = owners.through(0, step, *parts)
+        applied.subtract(weights, layout, total, owners.slots)
+        return traffic
+
+    return lambda: take(*parts)
+
+
 def in_turns(
     functions: dict[str, Callable[[], Any]], repeats: int
 ) -> dict[str, list[float]]:
@@ -184,6 +231,10 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
             },
             "apply": lambda: one.apply(messages),
             "apply_many_tensors": lambda: many.apply(of_many),
+            **{
+                f"owners_{workers}": by_owners((total // 2**15 * 32, 1024), workers)
+                for workers in OWNERS
+            },
         },
         args.repeats,
     )
@@ -194,6 +245,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
         "many_tensors_ratio": ratio(taken, "many_tensors", "step"),
         **{f"{name}_ratio": ratio(taken, name, "many_tensors") for name in coarse},
         "apply_ratio": ratio(taken, "apply", "bare"),
+        **{f"owners_ratio_{n}": ratio(taken, f"owners_{n}", "bare") for n in OWNERS},
         "apply_many_tensors_ratio": ratio(taken, "apply_many_tensors", "bare"),
         **{f"{name}_seconds": statistics.median(each) for name, each in taken.items()},
     }
