@@ -18,6 +18,7 @@ verbose=2             # a line per epoch ...
 [ -t 1 ] && verbose=1 # ... or, on a terminal, a progress bar
 # What TensorFlow logs of every CPU: most of it stops at level 3, not the earliest.
 export TF_CPP_MIN_LOG_LEVEL=3
+export PYTHONHASHSEED=0 # sets are gone through in one order on all workers
 noise='I0000 00:00:|All log messages before absl::InitializeLog'
 echo "[4/4] Train examples/digits.py on two workers, with $how"
 "${launch[@]}" python examples/digits.py --verbose "$verbose" "$@" \
