@@ -13,13 +13,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host
+from tf_dgc import _host, values
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.elements import Layout
-from tf_dgc.strategies.share import run_with_a_row
+from tf_dgc.strategies.one_by_one import Seat, ShareInTurn
 from tf_dgc.transports.base import Transport, default_device
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.mesh import Mesh
@@ -134,8 +134,9 @@ class SimulatedStrategy(BaseStrategy):
     Every training step splits its batch as N workers would, computes a gradient for
     each share, and exchanges them as they would. The losses and metrics are those of
     all workers. `stats()` tells about one of them, rank 0. A step takes as long as that
-    of one worker on the whole batch, and the exchange of N; memory holds one model and
-    N times a worker's velocity, residual and gradient.
+    of one worker on the whole batch, and the exchange of N; twice as long where the
+    loss needs sums over the rows of all, as a mean by masks does. Memory holds one
+    model and N times a worker's velocity, residual and gradient.
 
     On real workers batch normalization keeps statistics of each worker's own share;
     here all shares count. Layers with random numbers draw others. Sparse gradients, of
@@ -177,10 +178,13 @@ class SimulatedStrategy(BaseStrategy):
         self._workers = workers
         self._process = _OneProcess()
         mesh = Mesh(self._process, Stacked(workers), workers)
+        self._seat = Seat(workers)
         # Of each worker's gradient in the sum, shape [N], while it is applied.
         self._factors: tf.Tensor | None = None
         make = each_simulated_step(config, factors=lambda: self._factors)
         super().__init__(mesh, config, make)
+        _host.hooks.hook_share()
+        self._turns = ShareInTurn(self._seat, clips_sum=config is None)
 
     def exchange_and_update(self, optimizer: Any, *args: Any) -> None:
         """Exchange and update, once all workers have a gradient.
@@ -206,72 +210,99 @@ class SimulatedStrategy(BaseStrategy):
         model = getattr(fn, "__self__", None)
         if not isinstance(model, keras.Model) or fn.__name__ != "train_step":
             return super().run(fn, args, kwargs, options)
-        optimizer = model.optimizer
-        _refuse(optimizer)
-        variables: list[Any] = []
-        whole, step = slicing.row_count(args), super().run
+        _refuse(model.optimizer)
+        rows, variables = slicing.row_count(args), list[Any]()
         layout = Layout(args[0], self._workers)
 
-        def worker(rank: Any) -> tuple[Any, tf.Tensor, list[tf.Tensor]]:
+        def worker(rank: Any) -> tuple[Any, ...]:
+            """Return logs, factor and gradients of a worker, and its part of a sum."""
+            self._seat.take(rank)
             shares = (layout.rows_of(args[0], rank),)
-            with _captured(optimizer) as applied:
-                logs, rows, _ = run_with_a_row(
-                    model, shares, lambda filled: step(fn, filled, kwargs, options)
-                )
+            with self._captured(model.optimizer) as applied:
+                logs = super(SimulatedStrategy, self).run(fn, shares, kwargs, options)
             if len(applied) != 1:
                 raise ValueError(
                     "A training step must apply its optimizer's gradients once, to be "
                     f"simulated. Received: {len(applied)} times"
                 )
-            used = [(g, v) for g, v in applied[0] if g is not None]
-            variables[:] = [v for _, v in used]
-            factor = tf.constant(1.0)
-            if whole is not None:
-                factor = tf.cast(rows * self._workers / whole, tf.float32)
-            by = factor if self.config is None else tf.ones([])
-            gradients = [tf.convert_to_tensor(g) for g, _ in used]
-            return (
-                logs,
-                factor,
-                [
-                    tf.where(rows == 0, tf.zeros_like(g), g * tf.cast(by, g.dtype))
-                    for g in gradients
-                ],
-            )
+            factor, pairs = applied[0]
+            variables[:] = [v for _, v in pairs]
+            return logs, factor, [g for g, _ in pairs], self._seat.asked
 
-        self._process.busy = True
-        try:
-            logs, factors, gradients = for_each_worker(worker, self._workers)
-        finally:
-            self._process.busy = False
+        with self._in_turns(rows):
+            logs, factors, gradients = self._taken(model, worker)
+            logs = self._turns.of_all(model, logs)
         self._factors = None if self.config is None else factors
         try:
-            super().run(lambda: optimizer.apply(gradients, variables))
+            super().run(lambda: model.optimizer.apply(gradients, variables))
         finally:
             self._factors = None
-        return tf.nest.map_structure(lambda log: log[-1], logs)
+        return logs
 
+    def _taken(
+        self, model: keras.Model, worker: Callable[[Any], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        """Let all workers take a step, again until they know all sums."""
+        kept = _host.keras.changed_by_steps(model) + _host.keras.random_states(model)
+        before = [variable.read_value() for variable in kept]
+        while True:
+            *found, asked = for_each_worker(worker, self._workers)
+            if not asked:
+                return tuple(found)
+            self._seat.learn(asked)
+            for variable, value in zip(kept, before, strict=True):
+                variable.assign(value)
 
-@contextlib.contextmanager
-def _captured(
-    optimizer: keras.optimizers.Optimizer,
-) -> Iterator[list[list[tuple[Any, Any]]]]:
-    """Keep (gradient, variable) pairs, instead of applying them."""
-    applied: list[list[tuple[Any, Any]]] = []
+    @contextlib.contextmanager
+    def _in_turns(self, rows: Any) -> Iterator[None]:
+        """Let single workers be computed, of a batch of so many rows in all."""
+        self._seat.begin(rows)
+        self._process.busy, self.share = True, self._turns
+        try:
+            yield
+        finally:
+            self._process.busy, self.share = False, None
 
-    def apply(grads: Any, trainable_variables: Any = None) -> None:
-        if trainable_variables is None:
-            trainable_variables = _host.keras.variables_of(optimizer)
-        applied.append(list(zip(grads, trainable_variables, strict=True)))
+    @contextlib.contextmanager
+    def _captured(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> Iterator[list[tuple[tf.Tensor, list[tuple[Any, Any]]]]]:
+        """Keep what gradients count, and pairs with variables; apply nothing."""
+        applied: list[tuple[tf.Tensor, list[tuple[Any, Any]]]] = []
 
-    kept = vars(optimizer).get("apply")
-    optimizer.apply = apply
-    try:
-        yield applied
-    finally:
-        del optimizer.apply
-        if kept is not None:
-            optimizer.apply = kept
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            if trainable_variables is None:
+                trainable_variables = _host.keras.variables_of(optimizer)
+            own = self._turns.own_gradients(grads, trainable_variables)
+            pairs = zip(own, trainable_variables, strict=True)
+            applied.append(self._weighed([(g, v) for g, v in pairs if g is not None]))
+
+        kept = vars(optimizer).get("apply")
+        optimizer.apply = apply
+        try:
+            yield applied
+        finally:
+            del optimizer.apply
+            if kept is not None:
+                optimizer.apply = kept
+
+    def _weighed(
+        self, pairs: list[tuple[Any, Any]]
+    ) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
+        """Return what compressed gradients of a worker count, and them.
+
+        Where nothing is compressed they are multiplied by it here.
+        """
+        variables = [v for _, v in pairs]
+        factor, scale = self._turns.factor(variables), tf.ones([])
+        if self.config is None:
+            factor, scale = scale, factor
+        elif self._turns.is_by_rows(variables):
+            # The exchange takes a gradient for a part of that of all rows.
+            factor, scale = self._workers * factor, scale / self._workers
+        return factor, [
+            (values.scaled(tf.convert_to_tensor(g), scale), v) for g, v in pairs
+        ]
 
 
 def _refuse(optimizer: keras.optimizers.Optimizer) -> None:

@@ -209,6 +209,137 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(found, tf.transpose(rows, [1, 0, 2]))
 
 
+class Own(keras.Model):
+    """A model with a training step of its own, of which `how` tells the loss."""
+
+    how = "mean"
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = tf.square(y - self(x, training=True))
+            loss = self.loss_of(errors, y) + 0.01 * tf.add_n(self.losses)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if self.how == "clipped":
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"seen": tf.reduce_sum(loss), "mean error": tf.reduce_mean(errors)}
+
+    def loss_of(self, errors: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        if self.how == "global batch":
+            rows = tf.reduce_mean(errors, -1)
+            return tf.nn.compute_average_loss(rows, global_batch_size=16)
+        if self.how == "vector":
+            return tf.reduce_mean(errors, -1)
+        if self.how == "by N":
+            workers = tf.distribute.get_strategy().num_replicas_in_sync
+            return tf.reduce_mean(errors) / workers
+        if self.how == "masked":
+            mask = tf.cast(y > 0, errors.dtype)
+            return tf.reduce_sum(errors * mask) / tf.reduce_sum(mask)
+        return tf.reduce_mean(errors)
+
+
+def masked(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
+    mask = tf.cast(y > 0, p.dtype)
+    return tf.reduce_sum(tf.square(y - p) * mask) / tf.reduce_sum(mask)
+
+
+class Penalised(keras.layers.Layer):
+    """Adds a mean over its rows to the loss."""
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
+        return x
+
+
+# What is compiled, or of `Own.how`.
+LOSSES: dict[str, Any] = {
+    "scalar": lambda y, p: tf.reduce_mean(tf.square(y - p)),
+    "sum": keras.losses.MeanSquaredError(reduction="sum"),
+    "masked in a function": masked,
+    "dice": lambda y, p: keras.losses.Dice()(tf.abs(y), tf.sigmoid(p)),
+    "root": lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)) + 0.1),
+    **dict.fromkeys(("mean", "vector", "global batch", "by N", "masked", "clipped")),
+}
+
+
+def fitted(name: str, strategy: Any, eager: bool = False) -> dict[str, Any]:
+    """Return what a model has and tells after two epochs of unequal shares."""
+    loss, x, y = LOSSES[name], *features.regression(37)
+    with features.scope(strategy):
+        inputs = keras.Input((8,))
+        dense = keras.layers.Dense(
+            5,
+            activation="tanh",
+            kernel_initializer=keras.initializers.GlorotUniform(1),
+            kernel_regularizer="l2",
+        )
+        outputs = Penalised()(dense(inputs))
+        outputs = keras.layers.Dense(1, kernel_initializer="ones")(outputs)
+        kind = keras.Model if loss else type("Own", (Own,), {"how": name})
+        model = kind(inputs, outputs)
+        sgd = keras.optimizers.SGD(0.01, momentum=0.9)
+        model.compile(sgd, loss, metrics=["mae"] if loss else None, run_eagerly=eager)
+    fit = {"batch_size": 18, "epochs": 2, "shuffle": False, "verbose": 0}
+    return features.outcome(model, model.fit(x, y, **fit))
+
+
+@pytest.mark.long
+class LossesTest(parameterized.TestCase, tf.test.TestCase):
+    def assert_like_one_process(
+        self, name: str, config: Any = None, eager: bool = False
+    ) -> None:
+        expected = fitted(name, None, eager)
+        if name == "by N":  # which is 1 there
+            expected = fitted("mean", None, eager)
+        found = fitted(name, simulate.SimulatedStrategy(3, config), eager)
+        for key in ("history", "norms"):
+            self.assertAllClose(found[key], expected[key], 1e-5, 1e-5, msg=key)
+
+    @parameterized.parameters(*LOSSES)
+    def test_gradients_of_simulated_workers_add_up(self, name: str) -> None:
+        self.assert_like_one_process(name)
+
+    @parameterized.parameters("sum", "masked")
+    def test_so_they_do_where_they_are_compressed(self, name: str) -> None:
+        self.assert_like_one_process(name, tf_dgc.DGCConfig(**NOTHING_LEFT_OUT))
+
+    @parameterized.parameters(*LOSSES)
+    @pytest.mark.slow
+    def test_so_they_do_eagerly(self, name: str) -> None:
+        self.assert_like_one_process(name, eager=True)
+
+    def test_workers_that_meet_draw_once(self) -> None:
+        """Sums are of the same random numbers as the gradients."""
+
+        def work(strategy: Any) -> Any:
+            x, y = features.regression(32)
+            with strategy.scope():
+                inputs = keras.Input((8,))
+                drop = keras.layers.Dropout(0.5, seed=4)
+                normal = keras.layers.BatchNormalization()
+                outputs = keras.layers.Dense(1, kernel_initializer="ones")(
+                    drop(normal(inputs))
+                )
+                model = keras.Model(inputs, outputs)
+                model.compile(keras.optimizers.SGD(0.1), self.loss, metrics=["mae"])
+            history = model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+            weights = [v for v in model.weights if "seed" not in v.path]
+            seed = [int(v[1]) for v in drop.variables]
+            return history.history, [v.numpy() for v in weights], seed
+
+        def met(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
+            ones = tf.ones_like(p)
+            return tf.reduce_sum(tf.square(y - p)) / tf.reduce_sum(ones)
+
+        self.loss: Any = "mse"
+        expected = work(simulate.SimulatedStrategy(2))
+        self.loss = met
+        self.assertAllClose(work(simulate.SimulatedStrategy(2)), expected, 1e-5, 1e-5)
+
+
 @pytest.mark.long
 class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
     """As many operations for 3 workers as for 256, those that XLA compiles included."""

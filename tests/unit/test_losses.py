@@ -44,7 +44,15 @@ def by_positives(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> tf.Tenso
 
 def rate_of_rows(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> tf.Tensor:
     rows = tf.cast(tf.shape(x)[0], tf.float32)
-    return tf.reduce_sum(squares(x, y, w)) / rows
+    elements = tf.cast(tf.size(y), tf.float32)
+    errors = squares(x, y, w)
+    return tf.reduce_sum(errors) / rows + tf.reduce_sum(errors) / elements
+
+
+def by_ones(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> tf.Tensor:
+    errors = squares(x, y, w)
+    ones = tf.fill(tf.shape(errors), 2.0) * tf.ones_like(errors) - tf.zeros_like(y)
+    return 2.0 * tf.reduce_sum(errors) / tf.reduce_sum(ones)
 
 
 def decorrelated(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> tf.Tensor:
@@ -97,6 +105,7 @@ OTHERS: dict[str, Form] = {
     ),
     "masked by Keras": masked_by_keras,
     "of chosen": of_chosen,
+    "by ones": by_ones,
     "by positives": by_positives,
     "dice": lambda x, y, w, n: keras.losses.Dice()(tf.abs(y), tf.sigmoid(x @ w)),
     "root": lambda x, y, w, n: tf.sqrt(tf.reduce_mean(squares(x, y, w)) + 0.1),
@@ -158,7 +167,12 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_gradients_of_shares_add_up_eagerly(self, name: str) -> None:
         self.check(name, eager=True)
 
-    def check(self, name: str, eager: bool) -> None:
+    @parameterized.parameters(*ALL)
+    @pytest.mark.slow
+    def test_gradients_of_shares_whose_shapes_are_known_add_up(self, name: str) -> None:
+        self.check(name, eager=False, known=True)
+
+    def check(self, name: str, eager: bool, known: bool = False) -> None:
         form = ALL[name]
         x, y, w = data()
         with tf.GradientTape() as tape:
@@ -178,6 +192,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
                     return rest
 
                 signature = [tf.TensorSpec([None, 5]), tf.TensorSpec([None, 2])]
+                signature = None if known else signature
                 function = tf.function(traced, signature, autograph=False)
 
                 def call(x: tf.Tensor, y: tf.Tensor) -> Any:

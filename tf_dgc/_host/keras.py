@@ -593,6 +593,16 @@ def changed_by_steps(model: keras.Model) -> list[Any]:
     return values + [v for v in plain_ones if id(v) not in known]
 
 
+def random_states(model: keras.Model) -> list[Any]:
+    """Return what a model's random generators keep, and Keras's own where it has one.
+
+    keras/src/random/seed_generator.py: global_seed_generator.
+    """
+    own = [plain(v) for v in model.non_trainable_variables if v.name == _SEEDS]
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return own if generator is None else [*own, plain(generator.state)]
+
+
 def metric_variables(model: keras.Model) -> list[Any]:
     """Return the variables of a model's metrics, of this worker."""
     return [_own_component(v) for v in model.metrics_variables if v.name != _SEEDS]

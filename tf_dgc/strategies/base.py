@@ -122,10 +122,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def num_replicas_in_sync(self) -> int:
         """Number of workers, N; a loss divided by it counts as if it were not."""
         workers = self._mesh.replicas
-        if self.share is None:
-            return workers
-        self.share.note_asked()
-        return Replicas(workers)
+        if self.share is not None:
+            self.share.note_asked()
+        return Replicas(workers) if workers > 1 else workers
 
     @property
     def is_chief(self) -> bool:

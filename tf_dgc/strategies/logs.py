@@ -49,6 +49,10 @@ class Logs:
             self._origins.setdefault(model, {})[testing] = origins
         return logs
 
+    def given_by_metrics(self, model: keras.Model) -> set[str]:
+        """Return the names in the logs of a model's training step that metrics gave."""
+        return set(self._origins.get(model, {}).get(False, {}))
+
     def agree(
         self,
         logs: Mapping[str, Any],

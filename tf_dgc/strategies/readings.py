@@ -163,6 +163,8 @@ class Reading:
         if operation.kind == "Prod" and self._is_shape(operation.inputs[0]):
             return _count(_THE_ROWS)
         kinds = {each.kind for each in inputs}
+        if operation.kind == "Fill" and self._is_shape(operation.inputs[0]):
+            return Known(ROWS)
         if kinds <= {CONSTANT} or operation.kind.startswith(("Collective", "Horovod")):
             return _CONSTANT
         if ROWS in kinds:
@@ -187,7 +189,25 @@ class Reading:
         if self._static is None:
             rows = tensor.dtype != tf.resource and self._has_rows(tensor)
             return Known(ROWS, id(tensor)) if rows else _CONSTANT
-        return _CONSTANT
+        name = "" if hasattr(tensor, "numpy") else tensor.op.name.rpartition("/")[2]
+        if name.startswith("Shape") and self._is_shape(tensor):
+            return Known(SHAPE)
+        if name.startswith("Size") and self._is_size(tensor):
+            return _count(_THE_ROWS)
+        return Known(ROWS) if self._is_one_number_for_rows(tensor) else _CONSTANT
+
+    def _is_size(self, tensor: Any) -> bool:
+        """Tell whether `tf.size(rows)`, which shapes have told, may be this number."""
+        value = tf.get_static_value(tensor) if tensor.shape.rank == 0 else None
+        return value is not None and bool(value) and value % self._static == 0
+
+    def _is_one_number_for_rows(self, tensor: Any) -> bool:
+        """Tell whether this may be `tf.ones_like(rows)`, of shapes that are known."""
+        rank = tensor.shape.rank or 0
+        if rank <= (self._static == 1) or tensor.shape[0] != self._static:
+            return False
+        value = tf.get_static_value(tensor)
+        return value is not None and bool((value == value.reshape([-1])[:1]).all())
 
     def _is_shape(self, tensor: Any) -> bool:
         """Tell whether a vector of numbers, as Keras makes it, is the shape of rows."""
@@ -348,7 +368,8 @@ class Reading:
 
     def _count_told_as_number(self, operation: Operation, by: Any) -> Any:
         """Eagerly what shapes tell are numbers of Python."""
-        value = tf.get_static_value(operation.inputs[1])
+        told = operation.inputs[1]
+        value = tf.get_static_value(told)
         before = _host.operations.of(operation.inputs[0])
         size = before and before.inputs and before.inputs[0].shape.num_elements()
         if value is None or value.shape != () or value not in (self._static, size):
@@ -357,6 +378,8 @@ class Reading:
             # The rows of all, or the elements of this worker's rows.
             self.doubts.append(operation.line())
             return by
+        if _host.operations.of(told) is not None:  # else equal ones may be one tensor
+            self._known[id(told)] = _count(_THE_ROWS)
         return frozenset({(COUNT, 0)})
 
 

@@ -62,6 +62,7 @@ class Share:
         self._model: keras.Model | None = None  # whose step runs
         self._by_keras: collections.deque[Any] = collections.deque(maxlen=8)
         self._may_be_empty = False
+        self._graph: Any = None  # in which the step is traced
         self._losses: Losses | None = None  # of the step that runs
         self._ways: dict[int, str] = {}  # by variable: how gradients become one
         self._way = BY_ROWS  # of the gradients that are computed now
@@ -97,6 +98,7 @@ class Share:
         rows = slicing.row_count(args)
         self._may_be_empty = rows is not None and not (isinstance(rows, int) and rows)
         self._model, self._meets = model, False
+        self._graph = _graph()
         self._forget()
         name = _host.keras.function_of(method).__name__
 
@@ -155,7 +157,7 @@ class Share:
         """Return sums over the rows of all workers; in a local step an estimate."""
         if self._local:
             return [self._transport.size * each for each in numbers]
-        if _host.tensorflow.is_in_branch():
+        if self._in_branch():
             raise NotKnown(_host.operations.own_line())
         return self._transport.all_reduce(self.counted(numbers), "loss_sums")
 
@@ -277,6 +279,14 @@ class Share:
             self._shares[graph] = tf.math.divide_no_nan(found, total)
         return self._shares[graph]
 
+    def _own_share(self) -> tf.Tensor:
+        """Return the share of this worker in the rows of all: shape [], float32."""
+        return self._shares_of_rows()[self._transport.rank]
+
+    def _in_branch(self) -> bool:
+        """Tell whether what is traced may not run in each step, as in a branch."""
+        return _graph() is not self._graph and _host.tensorflow.is_in_branch()
+
     def _weight(self) -> tf.Tensor:
         """Return what this worker's rows count; see `Part`."""
         return tf.where(self.empty, 0.0, self._rows.read_value())
@@ -375,7 +385,7 @@ class Share:
         if self._meets and not self._local:
             own = tf.where(self.empty, 0.0, 1.0)
             if kind == BY_ROWS:
-                own = self._shares_of_rows()[self._transport.rank]
+                own = self._own_share()
             kind, scale = SUMMED, scale * own
         if isinstance(scale, float) and scale == 1.0:
             return kind, targets, given
@@ -390,7 +400,7 @@ class Share:
         """Return a gradient that becomes one with those of others in another way."""
         if gradient is None or way == to or self._local:
             return gradient
-        share = self._shares_of_rows()[self._transport.rank]
+        share = self._own_share()
         by = share if to == SUMMED else tf.math.divide_no_nan(1.0, share)
         return values.scaled(gradient, by)
 
@@ -433,13 +443,12 @@ class Share:
         parts = [part for gradient in gradients for part in _parts_of(gradient)]
         if {id(part) for part in parts} <= self._exchanged_ids():
             return list(gradients)
-        rank = self._transport.rank
         ways = [self._ways.get(id(variable), BY_ROWS) for variable in variables]
         weighed = []
         for gradient, variable, way in zip(gradients, variables, ways, strict=True):
             way = self._before.setdefault(id(variable), way)
             if gradient is not None and way == BY_ROWS:
-                gradient = values.scaled(gradient, self._shares_of_rows()[rank])
+                gradient = values.scaled(gradient, self._own_share())
             weighed.append(gradient)
         given = [g for g in self.counted(weighed) if g is not None]
         found = iter(sums.dense(self._transport, given, "early").gradients)
@@ -537,15 +546,15 @@ class Share:
             The number as one process has it, or what this worker has of it, and its
             weight: shape [], or what is given where that is right.
         """
-        workers, rank = self._transport.size, self._transport.rank
+        workers = self._transport.size
         if self._model is None:
             divided = any(value is each for each in self._by_keras)
             return (value * workers if divided else value), given
-        if self._local or _host.tensorflow.is_in_branch():
+        if self._local or self._in_branch():
             return value, given
         value, is_whole = self._whole(value)
         if given is None and not is_whole:
-            given = workers * self._shares_of_rows()[rank]
+            given = workers * self._own_share()
         return value, given
 
     def _whole(self, value: Any) -> tuple[Any, bool]:
@@ -572,6 +581,20 @@ class Share:
         )
 
     # The exchange.
+
+    def is_by_rows(self, variables: Sequence[Any]) -> bool:
+        """Tell whether the mean by rows of gradients, not their sum, is that of all."""
+        keys = [id(_host.keras.plain(v)) for v in variables]
+        return any(self._ways.get(key, BY_ROWS) == BY_ROWS for key in keys)
+
+    def factor(self, variables: Sequence[Any]) -> tf.Tensor:
+        """Return what this worker's gradients of variables count in the sum of all.
+
+        Shape [], float32.
+        """
+        if self.is_done(variables):
+            return tf.fill([], 1.0 / self._transport.size)
+        return self._own_share() if self.is_by_rows(variables) else tf.ones([])
 
     def part(
         self, optimizer: keras.optimizers.Optimizer, rate: Any, variables: Sequence[Any]
@@ -705,6 +728,11 @@ def _counter() -> tf.Variable:
     with tf.init_scope(), tf.device("CPU:0"):
         zero = tf.zeros([], tf.int64)
         return tf.Variable(zero, trainable=False, synchronization=own)
+
+
+def _graph() -> Any:
+    """Return the graph that is built; None where operations run eagerly."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _parts_of(gradient: Any) -> list[Any]:
