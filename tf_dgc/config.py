@@ -385,8 +385,8 @@ class DownpourConfig(_Settings):
             and another may take its place; positive.
         table_bytes: size from which on the table of a `keras.layers.Embedding` lives on
             the servers only, 1 or more; None has a copy of each on each worker.
-        synchronous: whether a step is one of all workers, by the mean of their
-            gradients, each weighted by its rows: the synchronous parameter server.
+        synchronous: whether a step is one of all workers, by the gradient of the loss
+            of all their rows: the synchronous parameter server.
         backup_workers: of how many workers such a step does not wait, 0 or more; what
             they compute for it is dropped.
         compression: a DGCConfig, to push only the largest elements of what has been

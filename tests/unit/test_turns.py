@@ -72,8 +72,7 @@ class Job:
             )
         ]
         worker: Any = Worker(index, self.dead, self.workers, self.name)
-        rows = tf.Variable(float(index + 1))
-        args = f"{self.name}.t", servers, worker, twins, backup_workers, rows
+        args = f"{self.name}.t", servers, worker, twins, backup_workers
         return Together(*args)
 
     def step(self, k: int, gradients: list[np.ndarray]) -> tuple[bool, bool]:
@@ -88,7 +87,8 @@ class Job:
 
         self.meetings(k).moves.step()
         self.meetings(k).tell()
-        in_time, over = together.push([tf.constant(g) for g in gradients], apply)
+        local, weight = [tf.constant(g) for g in gradients], tf.constant(k + 1.0)
+        in_time, over = together.push(local, apply, weight)
         together.turns.follow()
         return bool(in_time), bool(over)
 

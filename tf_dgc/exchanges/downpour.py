@@ -90,7 +90,6 @@ class Downpouring:
     Attributes:
         twins: of all that is trained.
         totals: what this worker did with the servers.
-        rows: shape [], float32; of this worker's batch.
         last: called where steps are taken together, and too few workers are left.
     """
 
@@ -107,8 +106,6 @@ class Downpouring:
         self.rates: weakref.WeakKeyDictionary[Any, Rate] = weakref.WeakKeyDictionary()
         self._expected: Trained | None = None
         self.last: Callable[[], None] = lambda: None
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.rows = own_variable(tf.ones([]), "downpour_rows")
 
     def expect(self, trained: Trained) -> None:
         """Tell what the next exchange is to know."""
@@ -223,6 +220,7 @@ class Downpour(Exchange):
         self._fetch: Callable[[], None] | None = None
         self._settled = 0
         self._local: list[Any] = []
+        self._part: Part | None = None  # of them
         self._rate: Any = None
         with tf.init_scope():
             self._open(trained)
@@ -238,8 +236,7 @@ class Downpour(Exchange):
         if self.config.synchronous:
             twins: Any = [self.twins.of(variable) for variable in self.variables]
             backups = self.config.backup_workers
-            place = servers, self._members, twins, backups, self._make.rows
-            self.together = Together(name, *place)
+            self.together = Together(name, servers, self._members, twins, backups)
         version = self._make.versions.get(self.owner())
         fresh = version is None
         if version is None:
@@ -355,7 +352,7 @@ class Downpour(Exchange):
             return self._selected(self._pushed, local, momentum)
         if self.together is not None:
             local = [tf.convert_to_tensor(gradient) for gradient in local]
-        self._local = local
+        self._local, self._part = local, part
         self._rate = None if momentum is None else momentum.learning_rate
         flags = [False] * len(local)
         if not self._sums:
@@ -425,7 +422,9 @@ class Downpour(Exchange):
             update(tf.ones([]), means)
             self.version.assign_add(1)
 
-        in_time, over = together.push(self._local, apply)
+        part = self._part
+        counts = (tf.ones([]), 1) if part is None else (part.weight, part.whole)
+        in_time, over = together.push(self._local, apply, *counts)
         with tf.device("CPU:0"):
             told = tf.cond(
                 over,

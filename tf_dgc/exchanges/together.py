@@ -6,6 +6,8 @@ The synchronous parameter server. Of a step, with n_k rows of each of W workers:
     w   <- the optimizer's step by sum n_k g_k / sum n_k, of those that have arrived
     x   <- w
 
+Where a loss is a sum over rows, n_k is 1, and the mean is multiplied by W.
+
 A step waits for all that take part, or for all but some: those that come later drop
 their gradient. See `servers/turns.py`.
 
@@ -46,7 +48,6 @@ class Together:
 
     Attributes:
         turns: whose it is to take a step.
-        rows: shape [], float32; of this worker's batch.
     """
 
     def __init__(
@@ -56,7 +57,6 @@ class Together:
         members: Members,
         twins: Sequence[SharedVariable],
         backup_workers: int,
-        rows: tf.Variable,
     ) -> None:
         """Make the variables.
 
@@ -66,9 +66,8 @@ class Together:
             members: its workers.
             twins: T, that are trained.
             backup_workers: of how many workers a step does not wait.
-            rows: see above.
         """
-        self._members, self._twins, self.rows = members, list(twins), rows
+        self._members, self._twins = members, list(twins)
         self.turns = Turns(name, servers, members, backup_workers)
 
         def given(i: int, j: int, twin: SharedVariable, piece: Piece) -> SharedVariable:
@@ -92,13 +91,20 @@ class Together:
                 piece.assign(tf.zeros(piece.shape, piece.dtype))
 
     def push(
-        self, local: Sequence[tf.Tensor], apply: Callable[[list[Pieces]], None]
+        self,
+        local: Sequence[tf.Tensor],
+        apply: Callable[[list[Pieces]], None],
+        weight: tf.Tensor,
+        whole: float = 1.0,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Give this worker's gradients, and take the step if that is its turn.
 
         Args:
             local: T gradients.
             apply: takes the T means; changes what is on the servers.
+            weight: of this worker's gradients: shape [], float32.
+            whole: by which means are multiplied: W makes sums of them, of all workers
+                as far as those that came are like the others.
 
         Returns:
             Whether they came in time, and whether too few workers take part for any
@@ -112,11 +118,11 @@ class Together:
 
         def give() -> tf.Tensor:
             with tf.control_dependencies(completed(lambda: self._give(local))):
-                turns.arrive(self.rows.read_value())
+                turns.arrive(weight)
             return tf.constant(True)
 
         def take() -> None:
-            means = self._means(turns.arrived())
+            means = self._means(turns.arrived(), whole)
             with tf.control_dependencies(completed(lambda: apply(means))):
                 turns.count()
 
@@ -133,13 +139,13 @@ class Together:
                 rows = gradient if len(pieces) == 1 else gradient[start:stop]
                 piece.scatter_update(tf.IndexedSlices(rows[tf.newaxis], own))
 
-    def _means(self, arrived: Arrived) -> list[Pieces]:
-        """Return the means of the gradients that count, where they are."""
+    def _means(self, arrived: Arrived, whole: float) -> list[Pieces]:
+        """Return multiples of the means of what counts, where they are."""
 
         def mean(piece: SharedVariable) -> tf.Tensor:
             with tf.device(piece.device):
                 found = piece.sparse_read(tf.identity(arrived.workers))
-                weights = tf.cast(arrived.weights, found.dtype)
+                weights = tf.cast(whole * arrived.weights, found.dtype)
                 axes = [-1, *[1] * (found.shape.rank - 1)]
                 return tf.reduce_sum(found * tf.reshape(weights, axes), 0)
 

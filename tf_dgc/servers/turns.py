@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
     """Of whom a step is."""
 
     workers: tf.Tensor  # shape [K], int64; ascending
-    weights: tf.Tensor  # shape [K], float32; of each in the mean, with the sum 1
+    weights: tf.Tensor  # shape [K], float32; in the mean, with the sum 1, or all 0
 
 
 class Turns:
@@ -300,7 +300,8 @@ class Turns:
             found = tf.where(now & together)[:, 0]
             weights = tf.gather(self._weights.read_value(), found)
             # Rows of one worker alone leave its gradient as it is.
-            return Arrived(found, weights / tf.reduce_sum(weights))
+            total = tf.reduce_sum(weights)
+            return Arrived(found, tf.math.divide_no_nan(weights, total))
 
     def count(self) -> None:
         """Count the step: all go on."""

@@ -27,10 +27,10 @@ from tf_dgc.strategies import (
     files,
     on_servers,
     randomness,
-    slicing,
 )
 from tf_dgc.strategies.base import BaseStrategy, _of_several
 from tf_dgc.strategies.served import DownpourExtended
+from tf_dgc.strategies.served_share import OverServers, ServedShare
 from tf_dgc.transports import base
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.mesh import Mesh
@@ -106,6 +106,11 @@ class DownpourStrategy(BaseStrategy):
         self._callbacks: Sequence[Any] = ()
         self._fits = self._evaluates = self._fit_count = 0
         super().__init__(Mesh.of(transport), config, self._make)
+        self._sums: OverServers | None = None  # of losses, where steps are of all
+        if config.synchronous and cluster.workers > 1:
+            _host.hooks.hook_share()
+            self._sums = OverServers(self._servers, self._members)
+            self.share = ServedShare(self._sums)
         self.tables = tables.Tables(self._servers, self._members, self)
         self.extended.table_bytes = config.table_bytes
         embeddings.install()
@@ -257,37 +262,6 @@ class DownpourStrategy(BaseStrategy):
         self._make.totals.add(received=size)
 
     # Training.
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Any = (),
-        kwargs: Any = None,
-        options: Any = None,
-    ) -> Any:
-        """Run `fn` on this worker's replica; see `BaseStrategy.run`.
-
-        Raises:
-            ValueError: `fn` is a step of a model that cannot be trained like this.
-        """
-        if self._settings.synchronous:
-            self._count_rows(_host.keras.model_of(fn), args)
-        return super().run(fn, args, kwargs, options)
-
-    def _count_rows(self, model: keras.Model | None, args: Any) -> None:
-        """Note what a gradient weighs: rows of a model's batch; 1 in other loops."""
-        rows = None
-        if model is not None:
-            given = tf.nest.flatten(getattr(model, "loss", None))
-            sums = [v for v in given if getattr(v, "reduction", None) == "sum"]
-            if sums:
-                raise ValueError(
-                    "Losses must not have reduction='sum' with DownpourConfig("
-                    "synchronous=True), which takes means over the rows of all "
-                    f"workers. Received: {sums}"
-                )
-            rows = slicing.row_count(slicing.as_tensors(args))
-        self._make.rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
 
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
@@ -472,7 +446,8 @@ class DownpourStrategy(BaseStrategy):
     def _turns(self) -> list[Any]:
         exchanges: list[Any] = self._ledger.exchanges()
         found = [exchange.together for exchange in exchanges]
-        return [together.turns for together in found if together is not None]
+        of_sums = [] if self._sums is None else self._sums.turns
+        return [*of_sums, *[each.turns for each in found if each is not None]]
 
     def _end_fit(self) -> None:
         """End `fit`, where too few others are left for a step."""

@@ -184,7 +184,10 @@ class DownpourExtended(OneReplicaExtended):
             divided = not strategy.evaluates  # a loop of the user's
         whole = dataset
         if divided:
-            dataset = own_share(dataset, strategy.rank, strategy.workers)
+            # A step of all is of those without rows, too.
+            all_batches = strategy.fits and strategy.share is not None
+            share_of = data.share_of if all_batches else own_share
+            dataset = share_of(dataset, strategy.rank, strategy.workers)
         found = _host.distribute.distributed_dataset(strategy, dataset, self._device)
         if divided:
             self._whole[found] = whole

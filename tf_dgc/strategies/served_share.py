@@ -1,0 +1,183 @@
+"""Losses of steps that workers take together on servers.
+
+Where the gradient of a loss needs sums over the rows of all, the workers meet before
+the backward pass: each sum is a small synchronous step of its own, of which the outcome
+is not applied, but read by all.
+
+Axis: W workers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_dgc import _host
+from tf_dgc.exchanges import Part
+from tf_dgc.exchanges.together import Pieces, Together
+from tf_dgc.servers import members
+from tf_dgc.servers.members import Members
+from tf_dgc.servers.shared import Servers
+from tf_dgc.servers.turns import Turns
+from tf_dgc.strategies.share import Share
+from tf_dgc.transports.base import Transport, default_device
+
+_WIRE = tf.float64  # type in which sums are on the servers
+
+
+class OverServers(Transport):
+    """Sums over workers that meet on servers, in a step that all of them take.
+
+    Of those that have died, or come too late, the rows count as those of the others.
+    """
+
+    name = "servers"
+
+    def __init__(self, servers: Servers, members: Members) -> None:
+        """Take the servers of the job, and its workers."""
+        self.rank, self.size = members.index, members.workers
+        self.device = default_device()
+        self._servers, self._members = servers, members
+        self._sums: dict[tuple[int, int], _Sum] = {}
+        self._meetings = 0  # in the step that runs
+
+    def begin(self) -> None:
+        """Begin a step: the next meeting is its first one."""
+        self._meetings = 0
+
+    @property
+    def turns(self) -> list[Turns]:
+        """Of all sums, in the order in which all workers have made them."""
+        return [found.together.turns for found in self._sums.values()]
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Sum tensors of static shapes over the workers."""
+        flat = [tf.reshape(tf.cast(each, _WIRE), [-1]) for each in tensors]
+        sizes = [each.shape.num_elements() for each in flat]
+        if None in sizes:
+            raise ValueError(
+                "A loss is made of sums whose number is known only when a step runs, "
+                "which DownpourConfig(synchronous=True) cannot exchange. Received: "
+                f"sums of shapes {[each.shape for each in tensors]}"
+            )
+        summed = self._next(sum(sizes)).over_workers(tf.concat(flat, axis=0))
+        return [
+            tf.cast(tf.reshape(part, each.shape), each.dtype)
+            for part, each in zip(tf.split(summed, sizes), tensors, strict=True)
+        ]
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Gather a tensor from each worker, as a sum."""
+        seats = tf.one_hot(self.rank, self.size, dtype=tensor.dtype)
+        seats = tf.reshape(seats, [-1, *[1] * tensor.shape.rank])
+        return self.all_reduce([seats * tensor], name)[0]
+
+    def _next(self, elements: int) -> "_Sum":
+        """Return where workers meet next in this step."""
+        key = self._meetings, elements
+        self._meetings += 1
+        if key not in self._sums:
+            with tf.init_scope():
+                self._sums[key] = _Sum(key, self._servers, self._members)
+        return self._sums[key]
+
+
+class _Sum:
+    """One sum of all workers, shape [K], on server 0."""
+
+    def __init__(self, key: tuple[int, int], servers: Servers, of_job: Members) -> None:
+        """Make the variables, or find those that the chief has made, eagerly."""
+        name = "loss_sum." + ".".join(map(str, key))
+        self._total = servers.variable(f"{name}.total", _WIRE, [key[1]])
+        self.together = Together(name, servers, of_job, [self._total], 0)
+        self._workers = float(of_job.workers)
+
+        def begin() -> None:
+            self._total.assign(tf.zeros(self._total.shape, _WIRE))
+            self.together.begin()
+
+        record = {"elements": key[1]}
+        variable = servers.variable(f"{name}.record", tf.string)
+        there = of_job.share("loss", variable, record, begin)
+        members.compare("losses", there, record, of_job.index)
+        self.together.turns.join()
+
+    def over_workers(self, own: tf.Tensor) -> tf.Tensor:
+        """Add what this worker has, wait for the others, and return the sum."""
+
+        def apply(sums: list[Pieces]) -> None:
+            self._total.assign(sums[0].joined())
+
+        self.together.push([own], apply, tf.ones([]), self._workers)
+        followed = self.together.turns.follow()
+        with tf.control_dependencies([followed]), tf.device(self._total.device):
+            total = self._total.read_value()
+        with tf.device("CPU:0"):
+            return tf.identity(total)
+
+
+class ServedShare(Share):
+    """What a worker has of a step that all take together on servers.
+
+    Its metrics are of its own rows.
+    """
+
+    def __init__(self, transport: OverServers) -> None:
+        """Create the variables, outside of any graph."""
+        super().__init__(transport, clips_sum=False, local=False)
+        self._meetings = transport
+        self._usual.assign(1.0)
+
+    def run(
+        self, model: keras.Model, method: Any, args: Any, step: Callable[[Any], Any]
+    ) -> Any:
+        """Run a step of a model; one that does not train is this worker's alone."""
+        if _host.keras.function_of(method).__name__ != "train_step":
+            return step(args)
+        self._meetings.begin()
+        return super().run(model, method, args, step)
+
+    def part(
+        self, optimizer: keras.optimizers.Optimizer, rate: Any, variables: Sequence[Any]
+    ) -> Part:
+        """Return what gradients count; in a loop of one's own all alike in a mean."""
+        if self.model is None:
+            return Part(rate, tf.ones([]), 1)
+        return super().part(optimizer, rate, variables)
+
+    def exchanged(self, gradients: Sequence[Any]) -> list[Any]:
+        """Refuse: gradients meet where they are applied.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "`strategy.exchange` must not be called with DownpourConfig, as gradients "
+            "meet on the servers. Optimizers clip those of all: clipnorm, clipvalue"
+        )
+
+    def note_meeting(self, tensor: Any) -> None:
+        """Note nothing: what a script reduces is of this worker alone."""
+
+    def weighed_mean(self, value: Any, given: Any) -> tuple[Any, Any]:
+        """Return both as they are."""
+        return value, given
+
+    def agree_on_logs(
+        self,
+        logs: dict[str, Any],
+        model: keras.Model | None = None,
+        testing: bool = False,
+    ) -> dict[str, Any]:
+        """Return the logs of this worker."""
+        return logs
+
+    def _told(self, value: Any) -> Any:
+        return value
+
+    def _tell_what_parts(self, model: keras.Model, flow: _host.flow.Flow) -> None:
+        """Say nothing: variables that nobody trains are each worker's own here."""
+
+    def _meet(self) -> None:
+        """Weights are rows: nobody asks how many are usual."""
