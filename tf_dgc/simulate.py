@@ -227,6 +227,8 @@ class SimulatedStrategy(BaseStrategy):
                 )
             factor, pairs = applied[0]
             variables[:] = [v for _, v in pairs]
+            # Metrics may give their variables, which are read in a worker only.
+            logs = tf.nest.map_structure(_host.keras.component_of, logs)
             return logs, factor, [g for g, _ in pairs], self._seat.asked
 
         with self._in_turns(rows):

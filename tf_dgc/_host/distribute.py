@@ -88,10 +88,28 @@ def create_on_read_variable(
     return distribute_utils.create_mirrored_variable(
         strategy,
         create,
-        distribute_utils.VARIABLE_CLASS_MAPPING,
+        dict.fromkeys(distribute_utils.VARIABLE_CLASS_MAPPING, _OnRead),
         distribute_utils.VARIABLE_POLICY_MAPPING,
         **kwargs,
     )
+
+
+class _OnRead(values.SyncOnReadVariable):
+    """A variable that each worker updates; TFD/values.py: SyncOnReadVariable.
+
+    Where the first replica's value is to be that of all, every worker has rank 0's.
+    """
+
+    def _get_cross_replica(self) -> Any:
+        if self._aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            return super()._get_cross_replica()
+        return self._distribute_strategy.extended.of_first(self)
+
+    def value(self) -> Any:
+        """Return the value, of all workers outside of their steps."""
+        first = self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        outside = tf.distribute.in_cross_replica_context()
+        return self._get_cross_replica() if first and outside else super().value()
 
 
 def is_metric_variable(value: Any) -> bool:

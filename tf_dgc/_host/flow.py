@@ -108,8 +108,8 @@ class Flow:
         new, self._count = operations[self._count :], len(operations)
         written = _follow(self._graph, new, self._reached)
         for handle in written:
-            outside = _outside(self._graph, handle)
-            self._written[id(outside)] = outside
+            found = outside(self._graph, handle)
+            self._written[id(found)] = found
 
     def _follow_eagerly(
         self,
@@ -132,7 +132,7 @@ class Flow:
             self._written.update((id(each), each) for each in handles)
 
 
-def _outside(graph: Any, handle: Any) -> Any:
+def outside(graph: Any, handle: Any) -> Any:
     """Return the handle, outside of all graphs, that one of a graph stands for."""
     while graph is not None:
         pairs = getattr(graph, "captures", ())

@@ -585,7 +585,7 @@ def changed_by_steps(model: keras.Model) -> list[Any]:
     }
     found = [v for v in model.non_trainable_variables if v.name != _SEEDS]
     found = [v for v in found if id(v) not in shared]
-    values = [*map(_own_component, found), *metric_variables(model)]
+    values = [*map(component_of, found), *metric_variables(model)]
     known = {id(value) for value in values}
     known |= {id(plain(v)) for v in model.trainable_variables}
     known |= {id(value) for value in shared.values()}
@@ -603,13 +603,29 @@ def random_states(model: keras.Model) -> list[Any]:
     return own if generator is None else [*own, plain(generator.state)]
 
 
+def metrics_within(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics, and those within them, as in what `compile` is given.
+
+    keras/src/metrics/metric.py: Metric._metrics; CompileMetrics has `metrics`.
+    """
+    found: list[keras.Metric] = []
+    waiting = list(model.metrics)
+    while waiting:
+        metric = waiting.pop(0)
+        found.append(metric)
+        within = getattr(metric, "metrics", None) or getattr(metric, "_metrics", [])
+        waiting.extend(each for each in within if each not in found)
+    return found
+
+
 def metric_variables(model: keras.Model) -> list[Any]:
     """Return the variables of a model's metrics, of this worker."""
-    return [_own_component(v) for v in model.metrics_variables if v.name != _SEEDS]
+    return [component_of(v) for v in model.metrics_variables if v.name != _SEEDS]
 
 
-def _own_component(variable: keras.Variable) -> Any:
-    value = variable.value
+def component_of(variable: Any) -> Any:
+    """Return what this worker has of a variable, as one of TensorFlow, or a tensor."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
     return (distribute.components_of(value) or (value,))[0]
 
 

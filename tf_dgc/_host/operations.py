@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc._host import probe
+from tf_dgc._host import flow, probe
 from tf_dgc._host import tensorflow as host
 
 with probe.imports():
@@ -48,17 +48,45 @@ class Operation(NamedTuple):
     line: Callable[[], str]
 
 
+class Write(NamedTuple):
+    """One assignment to a variable.
+
+    Attributes:
+        handle: of the variable, outside of all graphs.
+        value: that is assigned, or added.
+        adds: whether it is added.
+    """
+
+    handle: Any
+    value: Any
+    adds: bool
+
+
+_WRITES = {"AssignVariableOp": False, "AssignAddVariableOp": True}
 _running = threading.local()
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Keep the operations that are run eagerly, for `of`."""
+def recorded() -> Iterator[Callable[[], list[Write]]]:
+    """Keep the operations that are run eagerly, for `of`.
+
+    Yields:
+        What returns the assignments since.
+    """
     if not tf.executing_eagerly():
-        yield
+        graph: Any = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
+        yield lambda: [
+            Write(
+                flow.outside(graph, each.inputs[0]), each.inputs[1], _WRITES[each.type]
+            )
+            for each in graph.get_operations()[first:]
+            if each.type in _WRITES
+        ]
         return
     before = getattr(_running, "found", None), getattr(_running, "marks", None)
     found: dict[int, Any] = {}
+    writes: list[Write] = []
 
     def note(
         kind: Any,
@@ -72,11 +100,13 @@ def recorded() -> Iterator[None]:
             kind = kind.decode() if isinstance(kind, bytes) else kind
             for i, output in enumerate(outputs):
                 found[id(output)] = output, kind, tuple(inputs), attributes, i
+            if kind in _WRITES:
+                writes.append(Write(inputs[0], inputs[1], _WRITES[kind]))
 
     _running.found, _running.marks = found, {}
     op_callbacks.add_op_callback(note)
     try:
-        yield
+        yield lambda: writes
     finally:
         op_callbacks.remove_op_callback(note)
         _running.found, _running.marks = before
@@ -133,6 +163,15 @@ def _line_of(frames: Sequence[Any]) -> str:
         if not any(part in name for part in _LIBRARIES) and not name.startswith("<"):
             return f"{frame.filename}:{frame.lineno}"
     return ""
+
+
+def reads_of(tensor: Any, handle: Any) -> bool:
+    """Tell whether a tensor is what a variable had, by its handle outside of graphs."""
+    operation = of(tensor)
+    if operation is None or operation.kind != "ReadVariableOp":
+        return False
+    own = operation.inputs[0]
+    return (own if hasattr(own, "numpy") else flow.outside(own.graph, own)) is handle
 
 
 def again(operation: Operation, inputs: Sequence[Any]) -> Any:

@@ -409,6 +409,10 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             ]
         return tf.nest.pack_sequence_as(values, summed)
 
+    def of_first(self, value: Any) -> tf.Tensor:
+        """Return what rank 0 has of a variable of a metric; all workers call this."""
+        return self._transport.broadcast([_own_value(value)], "metric.first")[0]
+
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:

@@ -132,6 +132,13 @@ class Reading:
         found = [p for n, p in numbers.items() if value == value.dtype.type(n)]
         return found[0] if found else 0
 
+    def may_count(self, tensor: Any) -> bool:
+        """Tell whether a constant may be the number of rows, which shapes have told."""
+        value = tf.get_static_value(tensor)
+        if value is None or self._static in (None, 1):
+            return False
+        return bool((value != 0).all() and (value % self._static == 0).all())
+
     def note_same(self, tensor: Any) -> None:
         """Note a tensor that is the same on all workers."""
         self._kept.append(tensor)
@@ -392,6 +399,8 @@ def _product(one: Any, by: Any) -> Any:
     if len(by) != 1:
         return None
     ((term, power),) = by
+    if term == COUNT and all(each == MEAN for each, _ in one):
+        return frozenset((SUM, p + power) for _, p in one)
     if term != CONSTANT:
         return None
     return frozenset((each, p + power) for each, p in one)

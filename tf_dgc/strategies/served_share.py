@@ -179,5 +179,8 @@ class ServedShare(Share):
     def _tell_what_parts(self, model: keras.Model, flow: _host.flow.Flow) -> None:
         """Say nothing: variables that nobody trains are each worker's own here."""
 
+    def _tell_what_does_not_add_up(self, writes: Any) -> None:
+        """Say nothing: metrics are each worker's own."""
+
     def _meet(self) -> None:
         """Weights are rows: nobody asks how many are usual."""

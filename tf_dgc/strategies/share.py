@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands, values
 from tf_dgc.exchanges import Part
-from tf_dgc.strategies import replicas, slicing
+from tf_dgc.strategies import added_up, replicas, slicing
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import BY_ROWS, DONE, SUMMED, Losses, NotKnown
 from tf_dgc.strategies.readings import Reading
@@ -74,6 +74,8 @@ class Share:
         self._before: dict[int, str] = {}  # ways of those that were exchanged
         self._updated: set[int] = set()  # variables that optimizers have updated
         self._said: set[str] = set()
+        # Models whose metrics were looked at, eagerly.
+        self._counted: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self._small_steps = SmallSteps()
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -139,8 +141,9 @@ class Share:
         size = self._transport.size
         reading = Reading(*slicing.tensors_of(args), size)
         self._losses = Losses(reading, size, self._total)
-        with _host.operations.recorded():
+        with _host.operations.recorded() as writes:
             logs = step(args)
+            self._tell_what_does_not_add_up(writes)
             if not isinstance(logs, Mapping):
                 return logs
             return {name: self._told(value) for name, value in logs.items()}
@@ -671,6 +674,24 @@ class Share:
                 "its worker's rows, and takes a gradient there: each worker takes it "
                 "at another place. Move the weights by gradients of all rows, which "
                 "`tf.distribute.get_strategy().exchange(gradients)` returns"
+            )
+
+    def _tell_what_does_not_add_up(
+        self, writes: Callable[[], list[_host.operations.Write]]
+    ) -> None:
+        """Name what metrics keep that is no sum over rows; once for each model."""
+        model, losses = self._model, self._losses
+        if model is None or losses is None or model in self._counted:
+            return
+        if tf.executing_eagerly():
+            self._counted.add(model)
+        for name, variable in added_up.others(model, writes(), losses.reading):
+            self._say(
+                f"The metric {name!r} keeps in {variable!r} what does not add up over "
+                "workers, as a maximum, a mean, a last value or a count of steps: one "
+                "process computes otherwise. Keep sums over rows there, or tell how "
+                "values of workers become one: `add_variable(aggregation='mean')`, or "
+                "'only_first_replica', where all compute the same"
             )
 
     def _say(self, warning: str) -> None:
