@@ -4,9 +4,10 @@ KB is keras/src/backend.
 """
 
 import collections
+import contextlib
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -52,6 +53,8 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.name_scope, "caller"),
         (keras.Layer, "_layers"),
         (keras.Layer, "_allow_non_tensor_positional_args"),
+        (keras.Model, "_compile_loss"),
+        (keras.Model, "_compile_metrics"),
         (keras.Model, "_flatten_layers"),
         (keras.Model, "_get_metrics_result_or_logs"),
         (keras.Model, "_initial_epoch"),
@@ -176,6 +179,22 @@ def take_any_inputs(layer: keras.Layer) -> None:
     keras/src/layers/layer.py: Layer._allow_non_tensor_positional_args.
     """
     layer._allow_non_tensor_positional_args = True
+
+
+@contextlib.contextmanager
+def built_without_targets(model: keras.Model) -> Iterator[None]:
+    """Let Keras build a model, not what it was compiled with, which needs targets.
+
+    keras/src/trainers/trainer.py: Trainer._compile_loss and _compile_metrics, which are
+    built in the first step else.
+    """
+    names = ("_compile_loss", "_compile_metrics")
+    kept = {name: vars(model)[name] for name in names if name in vars(model)}
+    vars(model).update(dict.fromkeys(kept))
+    try:
+        yield
+    finally:
+        vars(model).update(kept)
 
 
 def layers_within(model: keras.Model) -> list[keras.Layer]:

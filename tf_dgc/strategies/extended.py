@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tf_dgc import _host, bands
@@ -498,13 +499,26 @@ def _build_by_first_batches(
     if batches is not None:
         data_batch = slicing.first_of(extended.own_rows(batches))
     elif (zeros := _zeros_like(iterator)) is not None:
-        return original(model, data_batch=zeros)
+        return _built(original, model, zeros)
     else:
         for *_, batches in iterator:
             data_batch = next(batches)
             break
     refuse_stateful(model, data_batch, extended._num_replicas_in_sync)
-    return original(model, data_batch=data_batch)
+    return _built(original, model, data_batch)
+
+
+def _built(original: Callable[..., Any], model: Any, batch: Any) -> Any:
+    """Let Keras build a model by a batch, which may have no targets.
+
+    A step then makes them, and what `compile` was given is built there, as in Keras
+    without a strategy.
+    """
+    _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if targets is not None:
+        return original(model, data_batch=batch)
+    with _host.keras.built_without_targets(model):
+        return original(model, data_batch=batch)
 
 
 def _zeros_like(iterator: Any) -> Any:
