@@ -98,7 +98,8 @@ class DGCConfig(_Settings):
             infinity: "raise" stops all workers, "skip" leaves the step out on all.
         bytes_per_step: a budget in place of `sparsity`: the most bytes that a worker
             sends in a step, or on average where there are `total_steps`, tensors that
-            go densely included; as `stats()` counts them, of each optimizer.
+            go densely included; as `stats()` counts them, of all optimizers of a model
+            together, each by the bytes that it trains.
         ratio: the same as a fraction of dense training: 277 sends 1/277 of its bytes.
         total_steps: with a budget, steps of the whole training: half of its bytes are
             spent in a warm-up then. None has no warm-up.

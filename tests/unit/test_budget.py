@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import strategies as st
+from loopback import Loopback, run_workers
 
 import tf_dgc
 from tf_dgc.compression import arena, budget, warmup
@@ -117,6 +118,44 @@ class BudgetTest(parameterized.TestCase, tf.test.TestCase):
         x = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
         model.fit(x, x[:, :1], batch_size=12, verbose=0)
         self.assertBetween(int(strategy.stats().sent_bytes), 0.98 * most, most)
+
+    def test_optimizers_of_a_model_share_it(self) -> None:
+        x = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
+
+        class Both(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.wide = keras.layers.Dense(512, use_bias=False)
+                self.narrow = keras.layers.Dense(64, use_bias=False)
+
+            def build(self, shape: Any) -> None:
+                self.wide.build((None, 96))
+                self.narrow.build((None, 512))
+                self.built = True
+
+            def call(self, x: Any) -> Any:
+                return self.narrow(self.wide(x))
+
+            def train_step(self, x: Any) -> Any:
+                with tf.GradientTape(persistent=True) as tape:
+                    loss = tf.reduce_mean(self(x) ** 2)
+                for optimizer, layer in zip(self.both, self.layers, strict=True):
+                    weights = layer.trainable_variables
+                    optimizer.apply(tape.gradient(loss, weights), weights)
+                return {"loss": loss}
+
+        def work(transport: Loopback) -> int:
+            config = tf_dgc.DGCConfig(bytes_per_step=9000)
+            strategy = tf_dgc.DGCStrategy(config, transport=transport)
+            with strategy.scope():
+                model = Both()
+                model.compile(run_eagerly=True)
+                model.both = [keras.optimizers.SGD(0.01), keras.optimizers.Adam()]
+            model.fit(x, batch_size=12, shuffle=False, verbose=0)
+            return int(strategy.stats(total=True).sent_bytes) // 2
+
+        for sent in run_workers(2, work):
+            self.assertBetween(sent, 0.97 * 9000, 9000)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Half of the bytes of a training go into its warm-up, where its length is known; 
 docs/parity.md.
 """
 
+import math
 from collections.abc import Callable
 
 from tf_dgc.compression import warmup
@@ -22,6 +23,7 @@ def settled(
     rest: int,
     dense: int,
     cost: Callable[[float], int],
+    part: float = 1.0,
 ) -> DGCConfig:
     """Return settings with a sparsity, and a warm-up, that keep to a budget.
 
@@ -31,18 +33,21 @@ def settled(
         rest: bytes that a worker sends in each step beside what is of the arena.
         dense: bytes of dense training.
         cost: bytes that are of the arena at a sparsity.
+        part: of `bytes_per_step` that is for these tensors; others have the rest.
 
     Raises:
         ValueError: the budget is less than the least that can be sent.
     """
     if not config.has_budget:
         return config
-    whole = config.bytes_per_step or dense / (config.ratio or 1.0)
+    whole = dense / (config.ratio or 1.0)
+    if config.bytes_per_step is not None:
+        whole = part * config.bytes_per_step
     left, least = whole - rest, cost(_MOST)
     if not layout.size or left >= cost(0.0) or config.ratio == 1.0:
         return config.without_budget(0.0)
     if left < least:
-        name, bound = "bytes_per_step", f"{least + rest} or more"
+        name, bound = "bytes_per_step", f"{math.ceil((least + rest) / part)} or more"
         if config.ratio is not None:
             name, bound = "ratio", f"{dense / (least + rest):.4g} or less"
         raise ValueError(

@@ -28,6 +28,7 @@ class Place(NamedTuple):
     clock: Clock  # of all exchanges of a ledger
     interval: int  # steps between two comparisons of replicas; 0 is never
     siblings: Sequence[Any] = ()  # exchanges that the owner has by now
+    part: float = 1.0  # of the bytes of what all optimizers of the model train
 
     @property
     def name(self) -> str:

@@ -72,9 +72,7 @@ class Compressed(Exchange):
             [(self.variables[i].name, shapes[i]) for i in self._large]
         )
         config = formats.refuse_without_all_to_all(config, self.transport)
-        config = formats.within_budget(
-            config, self.layout, self.variables, self._small, self.transport, self.name
-        )
+        config = formats.within_budget(config, self.layout, self._small, place)
         self.config = formats.decided(config, self.layout, self.transport.size)
         args = self.transport, self._workers, self.layout, self.config, self.name
         wire = Wire(*args)

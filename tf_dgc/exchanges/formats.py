@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_dgc.compression import arena, budget, message, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges.base import Place
 from tf_dgc.exchanges.owner_sum import OwnerSum
 from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
@@ -22,7 +23,7 @@ _BANDWIDTH = 125e6  # bytes in a second, 1 Gbit/s
 _LATENCY = 1e-4  # seconds of a message
 _GAIN = 0.1
 _FEW = 32  # workers
-_TOLD_BYTES = 12  # of each worker, beside the small tensors: see `parts.weighed_sum`
+_TOLD_BYTES = 28  # of each worker at most, beside tensors; see `parts.weighed_sum`
 
 
 def message_format(
@@ -161,40 +162,33 @@ def number_at(
 
 
 def within_budget(
-    config: DGCConfig,
-    layout: Layout,
-    variables: Sequence[tf.Variable],
-    small: Sequence[int],
-    transport: Transport,
-    name: str,
+    config: DGCConfig, layout: Layout, small: Sequence[int], place: Place
 ) -> DGCConfig:
     """Return settings with a sparsity, where there is a budget instead; say so.
 
     Args:
         config: the settings.
         layout: of the arena.
-        variables: of the optimizer.
-        small: the indices of those that are not in the arena.
-        transport: between the workers.
-        name: of the exchange.
+        small: the indices of variables that are not in the arena.
+        place: of the exchange.
 
     Raises:
         ValueError: the budget is less than the least that can be sent.
     """
     if not config.has_budget:
         return config
-    size = transport.size
-    weights = [v.shape.num_elements() * v.dtype.size for v in variables]
+    size = place.transport.size
+    weights = [v.shape.num_elements() * v.dtype.size for v in place.variables]
     rest = sum(weights[i] for i in small) + _TOLD_BYTES * size
 
     def sent(sparsity: float) -> int:
         return cost(layout, sparsity, config, size).sent
 
-    found = budget.settled(config, layout, rest, sum(weights), sent)
-    if transport.rank == 0:
+    found = budget.settled(config, layout, rest, sum(weights), sent, place.part)
+    if place.transport.rank == 0:
         _logger.info(
             "%s keeps to its budget by sparsity=%.6f, value_dtype=%s, warmup_steps=%d",
-            name,
+            place.name,
             found.sparsity,
             found.value_dtype,
             found.warmup_steps,

@@ -79,6 +79,8 @@ class Ledger:
         transport: to the other workers.
         lockstep: whether all workers meet in each step.
         opened: how many exchanges were opened so far.
+        part_of: returns the part that an owner's variables are, in bytes, of what is
+            trained in one step of a model.
         newest: the last of them, where not all workers meet in each step; whether
             its owner is gone or not, which workers learn at different times.
     """
@@ -96,6 +98,7 @@ class Ledger:
             Any, dict[tuple[int, ...], Exchange]
         ] = weakref.WeakKeyDictionary()
         self.opened = 0
+        self.part_of: Callable[[object, Sequence[Any]], float] = lambda *_: 1.0
         self.newest: Exchange | None = None
         self._waiting: list[Waiting] = []
         self._clock = Clock()
@@ -182,6 +185,7 @@ class Ledger:
             self._clock,
             self._interval,
             list(self._exchanges[owner].values()),
+            self.part_of(owner, variables),
         )
         listed = {f"variable {i}": form for i, form in enumerate(place.forms)}
         listed["TF_DGC_CHECK_STEPS"] = str(self._interval)

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._mesh, self._transport = mesh, mesh.everybody
         self._config = config
         self._ledger = Ledger(mesh.voices, make)
+        self._ledger.part_of = self._part_of_model
         self._warned: set[str] = set()
         # Not weakly: workers would learn at different times that it is gone.
         self._to_compare: keras.Model | None = None
@@ -402,6 +404,32 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 "part of each gradient. DGCConfig(clip_norm=...) clips them"
             )
         return self.share.exchanged(gradients)
+
+    def _part_of_model(self, owner: object, variables: Sequence[Any]) -> float:
+        """Return what part variables are, in bytes, of what a model's step trains."""
+        model = None if self.share is None else self.share.model
+        if model is None:
+            limit = getattr(self._config, "bytes_per_step", None)
+            others = [e for e in self._ledger.exchanges() if e.owner() is not owner]
+            if limit is not None and others:
+                self._warn(
+                    [
+                        "In a loop of your own each optimizer keeps to "
+                        f"bytes_per_step={limit} by itself, and all send as many"
+                    ]
+                )
+            return 1.0
+        trained = list(model.trainable_variables)
+        for optimizer in _host.keras.optimizers_of(model):
+            built = _host.keras.variables_of(optimizer) if optimizer.built else []
+            trained += [v for v in built if v.trainable]
+        whole = {id(_host.keras.plain(v)): v for v in trained}
+        whole |= {id(v): v for v in variables}
+        own, of_all = (
+            sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in each)
+            for each in (variables, whole.values())
+        )
+        return own / of_all
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Give each warning once."""
