@@ -106,8 +106,9 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             tells whether a file may be put together in memory;
             "logs": keras/src/trainers/trainer.py: _get_metrics_result_or_logs, which
             takes the logs of a worker's last step where names of metrics do not fit;
-            "batch end", "epoch end": keras.callbacks.CallbackList.on_train_batch_end
-            and on_epoch_end, which are public;
+            "batch end", "epoch end", "test begin", "test batch end", "predict begin",
+            "predict batch end": keras.callbacks.CallbackList.on_train_batch_end,
+            on_epoch_end, on_test_begin and so on, which are public;
             "steps": keras/src/trainers/epoch_iterator.py: _enumerate_iterator, which
             yields the steps of an epoch and the iterator that they are read from;
             "loss division", "loss scale": keras/src/losses/loss.py:
@@ -161,6 +162,10 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "logs": (keras.Model, "_get_metrics_result_or_logs"),
         "batch end": (keras.callbacks.CallbackList, "on_train_batch_end"),
         "epoch end": (keras.callbacks.CallbackList, "on_epoch_end"),
+        "test begin": (keras.callbacks.CallbackList, "on_test_begin"),
+        "test batch end": (keras.callbacks.CallbackList, "on_test_batch_end"),
+        "predict begin": (keras.callbacks.CallbackList, "on_predict_begin"),
+        "predict batch end": (keras.callbacks.CallbackList, "on_predict_batch_end"),
         "steps": (EpochIterator, "_enumerate_iterator"),
         "loss division": (loss_module, "scale_loss_for_distribution"),
         "loss scale": (loss_module, "unscale_loss_for_distribution"),

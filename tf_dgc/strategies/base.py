@@ -39,6 +39,7 @@ from tf_dgc.strategies import (
     reports,
 )
 from tf_dgc.strategies.context import ReplicaContext
+from tf_dgc.strategies.early_ends import EarlyEnds
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.strategies.replicas import Replicas
@@ -81,6 +82,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.share: Share | None = None  # of a step, where there are several workers
         self.own_batches: OwnBatches | None = None
         self.stopping: Stopping | None = None
+        self.early_ends: EarlyEnds | None = None
         record = {
             "strategy": type(self).__name__,
             "tf_dgc": __version__,
@@ -104,6 +106,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self.share = Share(self._transport, clips_sum, not self.lockstep)
             self.own_batches = OwnBatches(self._transport)
             self.stopping = Stopping(self._transport, self._ledger, self.settle)
+            self.early_ends = EarlyEnds(self._transport, self.own_batches)
             self.extended.share_seed()
             atexit.register(self.extended.warn_if_unused)
 

@@ -201,14 +201,14 @@ def _stoppers(callbacks: Sequence[Any], when: str) -> list[str]:
         type(callback).__name__
         for callback in callbacks
         if any(
-            _names_stop(function.__code__)
-            for name, function in _functions_of(callback)
+            names(function.__code__, "stop_training")
+            for name, function in functions_of(callback)
             if not (name.startswith("on_") and _WHEN[when] in name)
         )
     ]
 
 
-def _functions_of(callback: Any) -> Iterator[tuple[str, types.FunctionType]]:
+def functions_of(callback: Any) -> Iterator[tuple[str, types.FunctionType]]:
     """Yield the functions of a callback, and of its classes but Keras's base."""
     base = keras.callbacks.Callback.__mro__
     for owner in (callback, *type(callback).__mro__):
@@ -218,9 +218,10 @@ def _functions_of(callback: Any) -> Iterator[tuple[str, types.FunctionType]]:
                     yield name, value
 
 
-def _names_stop(code: types.CodeType) -> bool:
+def names(code: types.CodeType, attribute: str) -> bool:
+    """Tell whether code, or what is defined in it, names an attribute."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return "stop_training" in code.co_names or any(map(_names_stop, inner))
+    return attribute in code.co_names or any(names(each, attribute) for each in inner)
 
 
 # What is put around functions of Keras.
