@@ -40,6 +40,7 @@ _HOOKS = (
 
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
+    on_read = getattr(values, "SyncOnReadVariable", None)
     return [
         (device_util, "get_host_for_device"),
         (device_util, "resolve"),
@@ -54,6 +55,7 @@ def wanted() -> list[tuple[Any, str]]:
         (input_lib, "_create_distributed_tensor_spec"),
         (values, "DistributedValues"),
         (values, "SyncOnReadVariable"),
+        (on_read, "_aggregation"),
         (getattr(values, "DistributedValues", None), "_values"),
         *((tf.compat.v1.distribute.StrategyExtended, name) for name in _HOOKS),
     ]
