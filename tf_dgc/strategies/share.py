@@ -740,10 +740,6 @@ class SmallSteps:
         return found
 
 
-def _graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
 def _counter() -> tf.Variable:
     own = tf.VariableSynchronization.NONE
     with tf.init_scope(), tf.device("CPU:0"):
