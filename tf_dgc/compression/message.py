@@ -136,7 +136,8 @@ def pack(
     count = tf.size(positions)[tf.newaxis]
     where, what = (filled_up(part, form.slots) for part in (positions, values))
     rows = where[tf.newaxis], what[tf.newaxis], count
-    return pack_rows(form, *rows, exponent, scales, checksum, step)[0]
+    octets = _octets_of(form, *rows, exponent, scales, checksum, step)
+    return tf.bitcast(octets[0], tf.int32)
 
 
 def pack_rows(
@@ -164,27 +165,43 @@ def pack_rows(
     Returns:
         shape [M, form.words], int32.
     """
+    args = positions, values, counts, exponent, scales, checksum, step
+    return tf.bitcast(_octets_of(form, *args), tf.int32)
+
+
+def _octets_of(
+    form: Format,
+    positions: tf.Tensor,
+    values: tf.Tensor,
+    counts: tf.Tensor,
+    exponent: tf.Tensor,
+    scales: tf.Tensor | None,
+    checksum: int,
+    step: tf.Tensor,
+) -> tf.Tensor:
+    """Return messages as octets, shape [M, form.words, 4]; arguments as above.
+
+    For which GPUs have kernels: TensorFlow joins and slices int32 on the host.
+    """
     messages = counts.shape[0]
     alike = [FORMAT, exponent, checksum, tf.cast(step % 2**31, tf.int32)]
     fields = [tf.broadcast_to(field, [messages]) for field in alike]
     header = tf.stack([*fields, counts], axis=1)
     if not form.slots:
-        return header
+        return tf.bitcast(header, tf.uint8)
     slot = tf.range(form.slots, dtype=tf.int64)
     used = slot < tf.cast(counts, tf.int64)[:, tf.newaxis]
     low = tf.cast(
         tf.bitwise.bitwise_and(positions, 2**form.low_bits - 1),
         tf.uint8 if form.low_bits == 8 else tf.uint16,
     )
-    # As octets, for which GPUs have kernels: TensorFlow joins int32 on the host.
     octets = [
         _to_bytes(header),
         *_value_bytes(form, tf.where(used, values, tf.zeros_like(values)), scales),
         _to_bytes(tf.where(used, low, tf.zeros_like(low))),
         _high_bits(form, positions, used),
     ]
-    joined = tf.reshape(tf.concat(octets, axis=1), [messages, form.words, 4])
-    return tf.bitcast(joined, tf.int32)
+    return tf.reshape(tf.concat(octets, axis=1), [messages, form.words, 4])
 
 
 def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
