@@ -340,7 +340,8 @@ self.sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in self.train
 """,
     ),
     "sharpness_aware": Choice(
-        _GRADIENTS + _ASCENT + _GRADIENTS + _APPLY, "takes a gradient there"
+        _GRADIENTS + _ASCENT + _GRADIENTS + _APPLY,
+        "takes a gradient there|uses gradients",  # where these are compressed
     ),
     "sharpness_of_all": Choice(_GRADIENTS + _OF_ALL + _ASCENT + _GRADIENTS + _APPLY),
 }

@@ -4,9 +4,10 @@ Variables end a flow: what is read of them depends on nothing. So do collectives
 give all workers the same. FRAME is tensorflow/python/framework.
 """
 
+import contextlib
 import contextvars
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -69,6 +70,23 @@ class Flow:
         self._graph: Any = None
         self._count = 0
 
+    def add(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Follow more tensors, from here on."""
+        if self._graph is not None:
+            self._follow_graph()
+        self._reached.update((id(tensor), tensor) for tensor in tensors)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Follow in this context, beside the flow that is the current one."""
+        before = _current.get()
+        with self:
+            token = _current.set(before)
+            try:
+                yield
+            finally:
+                _current.reset(token)
+
     def __enter__(self) -> "Flow":
         """Begin to follow."""
         self._token = _current.set(self)
@@ -99,7 +117,7 @@ class Flow:
 
     def wrote(self, variable: Any) -> bool:
         """Tell whether what was written to a variable of TensorFlow depends on them."""
-        if self._graph is not None and current() is self:
+        if self._graph is not None:
             self._follow_graph()
         return id(variable.handle) in self._written
 

@@ -145,6 +145,11 @@ def function_of(step: Any) -> Any:
     return getattr(step, "__func__", step)
 
 
+def is_of_keras(step: Any) -> bool:
+    """Tell whether a method of a model is Keras's own, and not its user's."""
+    return str(getattr(function_of(step), "__module__", "")).startswith("keras.")
+
+
 def _method_in(step: Any) -> Any:
     """Return the method in a tf.function that decorates it in a class, or None.
 

@@ -12,7 +12,7 @@ from tf_dgc._host import probe
 
 with probe.imports():
     from tensorflow.python.data.ops import dataset_ops, map_op
-    from tensorflow.python.eager import context
+    from tensorflow.python.eager import context, record
     from tensorflow.python.framework import kernels, op_def_registry
     from tensorflow.python.ops import control_flow_util
 
@@ -34,6 +34,7 @@ def wanted() -> list[tuple[Any, str]]:
         (map_op, "_MapDataset"),
         (map_op, "_ParallelMapDataset"),
         (op_def_registry, "get"),
+        (record, "could_possibly_record"),
         (tf.__internal__, "FuncGraph"),
         (tf.data.Dataset, "_functions"),
         (tf.data.Dataset, "_inputs"),
@@ -193,6 +194,14 @@ def is_in_branch() -> bool:
     """
     graph = tf.compat.v1.get_default_graph()
     return not tf.executing_eagerly() and type(graph) is not tf.__internal__.FuncGraph
+
+
+def is_recorded() -> bool:
+    """Tell whether a gradient tape follows what is computed now.
+
+    tensorflow/python/eager/record.py: could_possibly_record.
+    """
+    return bool(record.could_possibly_record())
 
 
 def compiled_by_xla() -> bool:

@@ -45,6 +45,7 @@ from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.strategies.replicas import Replicas
 from tf_dgc.strategies.share import Share
 from tf_dgc.strategies.stopping import Stopping
+from tf_dgc.strategies.uses import traced_again
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
 from tf_dgc.transports.resolver import cluster_resolver
@@ -560,9 +561,21 @@ def _expect_fit(
 ) -> Any:
     """Note that a model, which is built by now, is to be trained."""
     strategy = _host.keras.strategy_of(model)
-    if isinstance(strategy, BaseStrategy) and strategy in _of_several:
-        strategy.expect_fit(model)
-    return original(model, *args, **kwargs)
+    if not isinstance(strategy, BaseStrategy) or strategy not in _of_several:
+        return original(model, *args, **kwargs)
+    strategy.expect_fit(model)
+    before = model.train_function
+    result = original(model, *args, **kwargs)
+
+    def make() -> Any:
+        original(model, force=True)
+        made, model.train_function = model.train_function, again
+        return made
+
+    if model.train_function is not before:
+        again = traced_again(model.train_function, make)
+        model.train_function = again
+    return result
 
 
 def _steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ without rows computes with a row of zeros, which counts nothing.
 """
 
 import collections
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ from tf_dgc.exchanges import Part
 from tf_dgc.strategies import added_up, replicas, slicing
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import BY_ROWS, DONE, SUMMED, Losses, NotKnown
-from tf_dgc.strategies.readings import Reading
+from tf_dgc.strategies.readings import ROWS, Reading
+from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport, sums
 
 _logger = logging.getLogger("tf_dgc")
@@ -76,6 +78,7 @@ class Share:
         self._said: set[str] = set()
         # Models whose metrics were looked at, eagerly.
         self._counted: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self._at_once = AtOnce(clips_sum and not local, self._say, self._in_branch)
         self._small_steps = SmallSteps()
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -105,9 +108,11 @@ class Share:
         name = _host.keras.function_of(method).__name__
 
         trains = name == "train_step" and not self._local
+        own = name == "train_step" and not _host.keras.is_of_keras(method)
 
         def read(args: Any) -> Any:
-            return self._read(args, step)
+            with self._at_once.followed(model) if own else contextlib.nullcontext():
+                return self._read(args, step)
 
         def run() -> Any:
             if self._may_be_empty:
@@ -143,6 +148,7 @@ class Share:
         self._losses = Losses(reading, size, self._total)
         with _host.operations.recorded() as writes:
             logs = step(args)
+            self._at_once.look_at_results(logs)
             self._tell_what_does_not_add_up(writes)
             if not isinstance(logs, Mapping):
                 return logs
@@ -198,6 +204,9 @@ class Share:
         """
         if self._model is None:
             return gradients
+        if self._losses is not None:
+            parts = [part for gradient in gradients for part in _parts_of(gradient)]
+            self._at_once.look_at_applied(parts, self._losses.reading)
         self._updated |= {id(_host.keras.plain(v)) for v in variables}
         gradients = [self._undivided(gradient) for gradient in gradients]
         gradients = self._of_one_way(gradients, variables)
@@ -348,7 +357,14 @@ class Share:
         targets = tf.nest.flatten(target)
         simple = trains and all(isinstance(each, tf.Tensor) for each in targets)
         if self._losses is None or not simple:
-            return original(tape, target, sources, output_gradients, unconnected)
+            given = output_gradients
+            if given is None and not trains:
+                given = self._counts_of_rows(targets, flat)
+                if given is not None:
+                    target = targets
+            return original(tape, target, sources, given, unconnected)
+        self._at_once.look_at(targets)
+        self._at_once.look_at_weights(trained)
         self._tell_what_moves(flat)
         way, targets, upstream = self._weighed(self._losses, targets, output_gradients)
         self._way = way  # for the backward passes of layers
@@ -361,7 +377,32 @@ class Share:
         pairs = zip(tf.nest.flatten(found), ways, strict=True)
         gradients = [self._converted(gradient, way, to) for gradient, to in pairs]
         self._computed.append((gradients, trained))
+        if self._at_once.takes(gradients, trained):
+            gradients = self.exchanged(gradients)
+        else:
+            self._at_once.add(part for g in gradients for part in _parts_of(g))
         return tf.nest.pack_sequence_as(found, gradients)
+
+    def _counts_of_rows(
+        self, targets: Sequence[Any], sources: Sequence[Any]
+    ) -> list[tf.Tensor] | None:
+        """Return what losses count whose gradients are taken to rows of the batch.
+
+        So that a row has the gradient that it has in one process. None: as they are.
+        """
+        losses, tensors = self._losses, [*targets, *sources]
+        if losses is None or self._local or self._in_branch():
+            return None
+        if not all(isinstance(each, tf.Tensor) for each in tensors):
+            return None
+        rows = [losses.reading.of(each).kind == ROWS for each in sources]
+        way = losses.way_of(targets) if all(rows) else None
+        if way is None or way == (SUMMED, 0):
+            return None
+        scale = float(self._transport.size) ** -way[1]
+        if way[0] == BY_ROWS:
+            scale = scale * self._own_share()
+        return [tf.fill(tf.shape(t), tf.cast(scale, t.dtype)) for t in targets]
 
     def _weighed(
         self, losses: Losses, targets: list[Any], given: Any
