@@ -269,7 +269,8 @@ class AveragingConfig(_Settings):
             workers; "senders", the mean over those that sent this element in this
             round; or "auto". That is "senders" for optimizers that normalize their
             steps, as Adam, Lion and RMSprop do, whose mean is too short a step, and
-            "mean" for SGD, and where there is an outer optimizer.
+            "mean" for SGD, and where there is an outer optimizer, or
+            `exchange="owners"`, which makes sums.
         error_decay: what of a change that was not sent is left after each round, in
             (0, 1]; by default 0.95 with "senders", and 1, all of it, with "mean".
         average_slots: average also what the optimizer keeps, such as momentum, which
@@ -328,10 +329,10 @@ class AveragingConfig(_Settings):
         if self.compression and self.compression.nonfinite != "raise":
             rule = "of nonfinite='raise', as rounds always do"
             raise ValueError(_message("compression", rule, self))
-        if self.compression:
-            self._set("compression", _of_rounds(self.compression))
         if self.combine not in COMBINATIONS:
             raise ValueError(_message("combine", f"one of {COMBINATIONS}", self))
+        if self.compression:
+            self._settle_compression(_of_rounds(self.compression))
         if self.error_decay is not None:
             self._set("error_decay", _number("error_decay", self.error_decay))
             if not 0 < self.error_decay <= 1:
@@ -345,6 +346,17 @@ class AveragingConfig(_Settings):
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(_message("non_trainable", "a sequence of patterns", self))
         self._set("non_trainable", patterns)
+
+    def _settle_compression(self, compression: DGCConfig) -> None:
+        """Choose what goes together: owners know sums, and not who sent what."""
+        if compression.exchange == "owners":
+            if self.combine == "senders":
+                rule = "'mean' or 'auto' with exchange='owners', where sums are made"
+                raise ValueError(_message("combine", rule, self))
+            self._set("combine", "mean")
+        elif self.combine != "mean":
+            compression = dataclasses.replace(compression, exchange="allgather")
+        self._set("compression", compression)
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON.

@@ -420,10 +420,27 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         )
         self.assertEqual(again.compression, found)
         for given in (DGCConfig(sparsity=0.99), DGCConfig(ratio=50)):
-            config = AveragingConfig(compression=given)
+            config = AveragingConfig(compression=given, combine="mean")
             self.assertEqual(config.compression, given)
 
     @parameterized.parameters(
+        ("auto", "owners", "mean", "owners"),
+        ("mean", "auto", "mean", "auto"),
+        ("auto", "auto", "auto", "allgather"),
+        ("senders", "auto", "senders", "allgather"),
+    )
+    def test_means_over_senders_need_to_know_who_sent(
+        self, combine: str, exchange: str, found: str, kind: str
+    ) -> None:
+        compression = DGCConfig(exchange=exchange)
+        config: Any = AveragingConfig(combine=combine, compression=compression)
+        self.assertEqual((config.combine, config.compression.exchange), (found, kind))
+
+    @parameterized.parameters(
+        (
+            {"combine": "senders", "compression": DGCConfig(exchange="owners")},
+            "`combine` must be 'mean' or 'auto' with exchange='owners'",
+        ),
         ({"combine": "sum"}, "`combine` must be one of"),
         ({"error_decay": 0.0}, "`error_decay` must be None or in"),
         ({"error_decay": 1.5}, "`error_decay` must be None or in"),
