@@ -92,6 +92,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             `fit` and `train_on_batch` call before the first step;
             "apply": keras/src/optimizers/base_optimizer.py: _backend_apply_gradients,
             to which local gradients come first;
+            "apply scaled": keras.optimizers.LossScaleOptimizer.apply, which is public;
             "clip": _clip_gradients beside it, before the reduction;
             "update step": KB/tensorflow/optimizer.py: _distributed_tf_update_step, to
             which reduced gradients come with their variables;
@@ -148,6 +149,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "compile": (keras.Model, "compile"),
         "train function": (keras.Model, "make_train_function"),
         "apply": (keras.optimizers.Optimizer, "_backend_apply_gradients"),
+        "apply scaled": (keras.optimizers.LossScaleOptimizer, "apply"),
         "initialize": (keras.Variable, "_initialize_with_initializer"),
         "assign": (keras.Variable, "assign"),
         "build embedding": (keras.layers.Embedding, "build"),

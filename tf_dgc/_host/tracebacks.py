@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 import types
 from typing import Any
@@ -29,6 +30,7 @@ _FOREIGN = (
     *(str(pathlib.Path(each.__file__).parent) + os.sep for each in (keras, tf)),
     "<frozen runpy>",
 )
+_GENERATED = "__autograph_generated_file"  # in the names of files
 _ON_PURPOSE = (
     *(ValueError, TypeError, RuntimeError, TimeoutError, ImportError),
     tf.errors.OpError,
@@ -50,6 +52,13 @@ _PASSED_ON = re.compile(
     r"|\s*The error could be from a previous operation\. Restart your program to reset."
     r"|Error reported from /job:worker\S*: (?=Worker \d+ failed)",
     re.DOTALL,
+)
+# What AutoGraph makes of an error in a tf.function
+# (tensorflow/python/autograph/impl/api.py): frames, of which those of functions that it
+# has converted end in a star, and the text.
+_OF_FUNCTION = re.compile(r"in user code:\n\n((?: {4}.*\n)+)\n {4}\w+: (.*)", re.DOTALL)
+_FRAME_OF_USER = re.compile(
+    r'^ {4}File "(.*)", line (\d+), in (.*?)  \*$', re.MULTILINE
 )
 _ESCAPED = re.compile(r"\\(['\"\\])")
 
@@ -106,9 +115,27 @@ def brief(error: BaseException) -> BaseException:
             return error
         for note in getattr(error, "__notes__", ()):
             shown.add_note(note)
-    elif error.__context__ is not None or error.__cause__ is not None:
+    elif _is_chained(error):
         return error  # a chain is told as it is
+    elif (found := _OF_FUNCTION.fullmatch(str(error))) and _is_ours(error):
+        text = textwrap.dedent(found[2]).strip()
+        for path, line, name in _FRAME_OF_USER.findall(found[1])[-1:]:
+            text += f'\n(in {name}, in "{path}", line {line})'
+        shown = type(error)(text)
     return shown.with_traceback(_frames_of_users(error))
+
+
+def _is_chained(error: BaseException) -> bool:
+    """Tell whether Python would tell of another error, too."""
+    before = None if error.__suppress_context__ else error.__context__
+    return before is not None or error.__cause__ is not None
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Tell whether an error was raised on purpose in this package."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    own = frame.f_code.co_filename.startswith(_OWN)
+    return own and isinstance(error, _ON_PURPOSE)
 
 
 def _frames_of_users(error: BaseException) -> types.TracebackType | None:
@@ -119,7 +146,12 @@ def _frames_of_users(error: BaseException) -> types.TracebackType | None:
     last = frames[-1][0].f_code.co_filename
     if last.startswith(_OWN) and not isinstance(error, _ON_PURPOSE):
         return error.__traceback__  # a mistake in this package
-    kept = [e for e in frames if not e[0].f_code.co_filename.startswith(_FOREIGN)]
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    kept = [
+        each
+        for each, file in zip(frames, files, strict=True)
+        if not (file.startswith(_FOREIGN) or _GENERATED in file)
+    ]
     if not isinstance(error, tf.errors.OpError) and frames[-1] not in kept:
         kept.append(frames[-1])
     found: types.TracebackType | None = None

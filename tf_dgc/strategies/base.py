@@ -35,6 +35,7 @@ from tf_dgc.strategies import (
     files,
     fits,
     handed_over,
+    outside,
     randomness,
     reports,
 )
@@ -547,6 +548,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 def _watch_models() -> None:
     """Look at all models of this process before Keras builds or trains them."""
     fits.install(lambda strategy: isinstance(strategy, BaseStrategy))
+    outside.install(lambda strategy: isinstance(strategy, BaseStrategy))
     reports.install()
     _host.hooks.wrap("build", _build)
     _host.hooks.wrap("fit", _refuse_outsider)

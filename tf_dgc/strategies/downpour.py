@@ -26,6 +26,7 @@ from tf_dgc.strategies import (
     embeddings,
     files,
     on_servers,
+    outside,
     randomness,
 )
 from tf_dgc.strategies.base import BaseStrategy, _of_several
@@ -472,11 +473,7 @@ def _prepare(
     strategy = _host.keras.strategy_of(optimizer)
     if isinstance(strategy, DownpourStrategy):
         if not strategy.extended.running:
-            raise RuntimeError(
-                f"An optimizer applies this worker's own gradient to {optimizer.name!r}"
-                "'s variables, past the servers. Call the training step by "
-                "`strategy.run(step, args)`."
-            )
+            raise outside.error(variables[0].name)
         strategy.prepare(optimizer, list(zip(grads, variables, strict=True)))
         strategy.extended.applying = True
     try:

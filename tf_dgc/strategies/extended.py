@@ -21,6 +21,7 @@ from tf_dgc import _host, bands
 from tf_dgc.strategies import (
     data,
     level,
+    outside,
     provenance,
     randomness,
     slicing,
@@ -182,11 +183,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
             var.trainable and gradient and _host.keras.calling_optimizer() is not None
         )
         if applies and not self.exchanged and self.several:
-            raise RuntimeError(
-                f"An optimizer applies this worker's own gradient to {var.name!r}. "
-                "Call the training step by `strategy.run(step, args)`, which exchanges "
-                "the gradients of all workers."
-            )
+            raise outside.error(var.name)
         with tf.device(self._device), _host.distribute.update_context():
             result = fn(
                 var,
@@ -502,8 +499,12 @@ def _build_by_first_batches(
         return _built(original, model, zeros)
     else:
         for *_, batches in iterator:
-            data_batch = next(batches)
+            data_batch = next(batches, None)
             break
+    if data_batch is None:  # there are no data
+        data_batch = _zeros_of(_host.keras.distributed_dataset_of(iterator))
+        if data_batch is None:  # as without a strategy, which builds in the first step
+            return None
     refuse_stateful(model, data_batch, extended._num_replicas_in_sync)
     return _built(original, model, data_batch)
 
@@ -531,6 +532,11 @@ def _zeros_like(iterator: Any) -> Any:
     share = getattr(dataset, "share", None)
     if not isinstance(share, tf.data.Dataset) or not split.assigns(share):
         return None
+    return _zeros_of(dataset)
+
+
+def _zeros_of(dataset: Any) -> Any:
+    """Return a batch of zeros, or None where shapes do not tell what a batch is."""
     spec = dataset.element_spec
     flat = tf.nest.flatten(spec)
     if not all(
