@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import pathlib
 import secrets
 import time
@@ -24,6 +25,8 @@ from tf_dgc.strategies.downpour import DownpourStrategy
 from tf_dgc.strategies.extended import on_one_worker
 from tf_dgc.strategies.files import AtTheEnd
 from tf_dgc.transports import handshake
+
+_logger = logging.getLogger("tf_dgc")
 
 # Backups of a worker that are compared; there are four unless removing them failed.
 _LOOKED_AT = 8
@@ -240,10 +243,36 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             return
         with _named(self._folder / position.name):
             self._restore(strategy, position)
-        if strategy.is_chief and self.params.get("verbose"):
-            _host.keras.say(f"tf_dgc: training goes on {_after(position)}")
+        if strategy.is_chief:
+            self._tell(position)
         if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
             strategy.tell_epoch(position.epoch)
+
+    def _tell(self, position: backups.Position) -> None:
+        """Say on the chief where training goes on, or that it does not."""
+        first = _host.keras.initial_epoch(self.model) or 0
+        if not position.step and first >= self.params["epochs"]:
+            _logger.warning(
+                "This `fit` had ended in an earlier run of the job and is passed over: "
+                "weights and `History` are those of the backup in %s. To train anew, "
+                "remove %s on all workers, or give another `backup_dir`",
+                self._folder / position.name,
+                self.backup_dir,
+            )
+        elif self.params.get("verbose"):
+            _host.keras.say(f"tf_dgc: training goes on {_after(position)}")
+
+    def _tell_other_data(self, folder: pathlib.Path, before: int | None) -> None:
+        """Warn where epochs have other numbers of steps than those of the backup."""
+        now = self.params.get("steps")
+        if before is not None and now and before != now:
+            _logger.warning(
+                "The data, or the size of batches, are not those of the backup in %s: "
+                "its epochs have %d steps, those of this `fit` %d",
+                folder,
+                before,
+                now,
+            )
 
     def _claim(self, strategy: BaseStrategy) -> None:
         """Become the owner of the folder, and tell this `fit` from others."""
@@ -272,6 +301,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             return saved, weights, rest, remembered.read(rest, self.model)
 
         saved, weights, rest, found = saving.together(strategy.transport, subject, look)
+        if strategy.is_chief:
+            self._tell_other_data(folder, found.steps)
         slots = {"slots of optimizers": found.optimizers}
         handshake.agree(strategy.transport, f"backup in {folder}", slots)
         told = {"stopped": found.stopped}  # of a worker that has, all were to end
@@ -488,7 +519,7 @@ def _named(folder: pathlib.Path) -> Iterator[None]:
             "model, optimizer, strategy and data. If a file is damaged or missing, "
             f"remove {folder} on all workers: the job then continues from the backup "
             "before it, or where there is none, begins anew"
-        ) from error
+        ) from None
 
 
 def _check_intervals(save_freq: Any, save_seconds: Any) -> None:

@@ -639,6 +639,38 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
                 callbacks=[callbacks.BackupState(self.backup)],
             )
 
+    def fit_small(self, units: int, rows: int) -> None:
+        with tf_dgc.DenseStrategy(transport="local").scope():
+            hidden = keras.layers.Dense(units, name="hidden")
+            layers = [keras.Input((2,)), hidden, keras.layers.Dense(1)]
+            model = keras.Sequential(layers)
+            model.compile("sgd", "mse")
+        data = tf.data.Dataset.from_tensors((tf.ones([3, 2]), tf.ones([3, 1])))
+        backup = callbacks.BackupState(self.backup)
+        model.fit(data.repeat(rows), epochs=2, verbose=0, callbacks=[backup])
+        end_process(False)
+
+    def test_a_fit_that_is_passed_over_is_told(self) -> None:
+        with self.assertNoLogs("tf_dgc", "WARNING"):
+            self.fit_small(4, 3)
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            self.fit_small(4, 3)
+        (told,) = logs.output
+        self.assertIn("had ended in an earlier run of the job and is passed over", told)
+        self.assertIn(f"To train anew, remove {self.backup}", told)
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            self.fit_small(4, 2)
+        self.assertIn("epochs have 3 steps, those of this `fit` 2", logs.output[0])
+
+    def test_a_variable_of_another_shape_is_named_without_its_values(self) -> None:
+        self.fit_small(4, 3)
+        with self.assertRaises(ValueError) as caught:
+            self.fit_small(5, 3)
+        told = str(caught.exception)
+        self.assertIn("hidden/kernel' has shape (2, 4) in it, and (2, 5) here", told)
+        self.assertNotIn("[", told)
+        self.assertTrue(caught.exception.__suppress_context__)
+
 
 @pytest.mark.long
 class ChiefOnlyTest(tf.test.TestCase):

@@ -82,6 +82,20 @@ class OutsideTest(parameterized.TestCase, tf.test.TestCase):
         for found in in_scopes(2, work):
             self.assertAllClose(found, [1.0 - 0.5 * (1.0 + 3.0)])
 
+    def test_a_job_that_has_run_no_step_is_told_at_its_end(self) -> None:
+        def work(strategy: Any, step: Any) -> None:
+            weights = tf.Variable([1.0])
+            weights.assign_sub([0.5])
+            step(strategy)
+            strategy.extended.warn_if_unused()
+
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            in_scopes(2, lambda strategy: work(strategy, lambda _: None))
+        (told,) = logs.output  # the chief's
+        self.assertIn("The strategy has run no step", told)
+        with self.assertNoLogs("tf_dgc", "WARNING"):
+            in_scopes(2, lambda strategy: work(strategy, lambda s: s.run(lambda: 1)))
+
 
 def model_of(built: bool, eager: bool) -> Any:
     layers = [keras.Input((2,))] if built else []

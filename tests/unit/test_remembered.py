@@ -116,7 +116,7 @@ class RememberedTest(parameterized.TestCase, tf.test.TestCase):
         with np.load(self.path) as arrays:
             told = json.loads(arrays[remembered.TEXT].tobytes())
         nothing = {"callbacks": [], "optimizers": [], "epochs": [], "logs": {}}
-        self.assertEqual(told, nothing | {"stopped": False})
+        self.assertEqual(told, nothing | {"steps": None, "stopped": False})
 
 
 class OptimizerTest(tf.test.TestCase):

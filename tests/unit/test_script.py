@@ -153,6 +153,16 @@ with tf_dgc.DenseStrategy().scope():
         with self.assertLogs("tf_dgc") as logs:
             pending.warn_if_unused()
         self.assertIn("--strategy has done nothing", logs.output[0])
+        failed = mock.patch.object(sys, "last_value", ValueError(), create=True)
+        with failed, self.assertNoLogs("tf_dgc"):  # the error tells more
+            pending.warn_if_unused()
+
+    def test_what_is_there_already_may_be_of_another_worker(self) -> None:
+        text = f"import os; os.makedirs({str(self.folder)!r})"
+        with self.assertRaises(FileExistsError) as caught:
+            self.run_script(text, settings.Settings("dense", {}))
+        (note,) = caught.exception.__notes__
+        self.assertIn("All workers run the whole script", note)
 
     def test_what_a_script_raises_comes_through(self) -> None:
         chosen = settings.Settings("dense", {})

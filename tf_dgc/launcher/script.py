@@ -28,8 +28,12 @@ _MIXED = (
 
 
 _UNUSED = (
-    "The script has not used TensorFlow, so --strategy has done nothing: each worker "
-    "ran by itself"
+    "The script has run no operation of TensorFlow, so --strategy has done nothing: "
+    "each worker ran by itself"
+)
+_ALL_RUN = (
+    "All workers run the whole script, so another one may have made it already: call "
+    "`os.makedirs(..., exist_ok=True)`, or make it on one worker only"
 )
 _logger = logging.getLogger("tf_dgc")
 
@@ -84,7 +88,8 @@ class Pending:
 
     def warn_if_unused(self) -> None:
         """Warn where the strategy was never needed, at the end of the process."""
-        if self._strategy is None and self._error is None:
+        failed = isinstance(getattr(sys, "last_value", None), BaseException)
+        if self._strategy is None and self._error is None and not failed:
             _logger.warning(_UNUSED)
 
 
@@ -139,6 +144,9 @@ def run(script: str, arguments: Sequence[str], module: bool = False) -> None:
     except RuntimeError as error:
         if "Mixing different tf.distribute.Strategy" in str(error):
             error.add_note(_MIXED)
+        raise
+    except FileExistsError as error:
+        error.add_note(_ALL_RUN)
         raise
 
 

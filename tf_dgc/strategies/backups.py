@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import threading
 import zlib
@@ -30,6 +31,13 @@ from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.extended import on_one_worker
 
 _VALUE, _SEED = "value", "seed"
+# What Keras says of a variable that cannot be loaded
+# (keras/src/backend/common/variables.py), and how it prints an array.
+_OF_SHAPES = re.compile(
+    r"variable\.shape=(\(.*?\)), Received: value\.shape=(\(.*?\))\. "
+    r"Target variable: <Variable path=([^,]*),"
+)
+_ARRAY = re.compile(r", value=[^>]*")
 
 
 class Position(NamedTuple):
@@ -264,11 +272,19 @@ def write_weights(model: keras.Model, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: pathlib.Path) -> Iterator[None]:
-    """Let errors of HDF5, which name no file, name this one."""
+    """Let errors of HDF5 and Keras, which name no file, name this one."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path}: damaged, or of another model: {error}") from error
+        text = str(error)
+        if (found := _OF_SHAPES.search(text)) is not None:
+            here, there, name = found.groups()
+            what = (
+                f"of another model: {name!r} has shape {there} in it, and {here} here"
+            )
+        else:
+            what = f"damaged, or of another model: {_ARRAY.sub('', text)}"
+        raise ValueError(f"{path}: {what}") from None
 
 
 @contextlib.contextmanager

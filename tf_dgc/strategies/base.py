@@ -548,7 +548,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 def _watch_models() -> None:
     """Look at all models of this process before Keras builds or trains them."""
     fits.install(lambda strategy: isinstance(strategy, BaseStrategy))
-    outside.install(lambda strategy: isinstance(strategy, BaseStrategy))
+    outside.install()
     reports.install()
     _host.hooks.wrap("build", _build)
     _host.hooks.wrap("fit", _refuse_outsider)

@@ -28,7 +28,7 @@ from tf_dgc.strategies import (
     split,
     witness,
 )
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports import Transport, ending, handshake
 
 _logger = logging.getLogger("tf_dgc")
 _ReduceOp = tf.distribute.ReduceOp
@@ -54,6 +54,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     Attributes:
         used: whether a variable was made in the strategy's scope.
+        ran: whether a step was run by the strategy.
         exchanged: whether the gradients that are applied now are those of all workers.
         witness: of the batch of all workers that was read last.
     """
@@ -70,7 +71,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self._device = _host.distribute.resolve_device(transport.device)
         self._default_device = None
         self.experimental_enable_get_next_as_optional = False
-        self.used = False
+        self.used = self.ran = False
         self.exchanged = False
         self.witness = witness.Witness()
         self._told_chance = self._told_work = False
@@ -219,12 +220,19 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         return _host.distribute.components_of(value) or (value,)
 
     def warn_if_unused(self) -> None:
-        """Warn, at the end of the process, where nothing was made in the scope."""
+        """Warn, at the end of the process, where the strategy had no part in it."""
         if not self.used:
             _logger.warning(
                 "No variable was made in the scope of this strategy, so nothing was "
                 "synchronised: build and compile the model inside `with "
                 "strategy.scope():`"
+            )
+        elif not self.ran and self._transport.rank == 0 and ending.failure() is None:
+            _logger.warning(
+                "The strategy has run no step, so nothing was exchanged: each worker "
+                "has computed everything by itself. Train by `fit`, or call the step "
+                "by `strategy.run` on data that `experimental_distribute_dataset` has "
+                "shared out; or leave out `--strategy` of tf-dgc-run"
             )
 
     # Data.
@@ -360,6 +368,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        self.ran = True
         context = self._replica_context(self._container_strategy())
         with tf.device(self._device), context:
             result = fn(

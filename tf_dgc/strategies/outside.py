@@ -10,21 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.strategies import fits
 
 
-def install(is_ours: Callable[[Any], bool]) -> None:
-    """Look at what optimizers apply; once.
-
-    Args:
-        is_ours: tells whether a strategy is one of this package.
-    """
-    if not _ours:
-        _ours.append(is_ours)
+def install() -> None:
+    """Look at what optimizers apply; once."""
     _host.hooks.wrap("apply", _apply)
     _host.hooks.wrap("apply scaled", _apply)
-
-
-_ours: list[Callable[[Any], bool]] = []
 
 
 def error(name: str) -> RuntimeError:
@@ -51,7 +43,7 @@ def _apply(
     trainable_variables: Any = None,
 ) -> Any:
     strategy = _host.keras.strategy_of(optimizer)
-    if strategy is None or not any(is_ours(strategy) for is_ours in _ours):
+    if strategy is None or not fits.is_own(strategy):
         return original(optimizer, grads, trainable_variables)
     context = tf.distribute.get_replica_context()
     if context is not None and context.strategy is strategy:

@@ -18,7 +18,7 @@ from tf_dgc.exchanges import files as state_files
 from tf_dgc.transports import handshake
 
 TEXT = "remembered"
-_OF_FIT = "epochs", "logs", "stopped"  # which older files do not have
+_OF_FIT = "epochs", "logs", "stopped", "steps"  # which older files do not have
 
 
 class Remembered(NamedTuple):
@@ -29,6 +29,7 @@ class Remembered(NamedTuple):
     epochs: Sequence[int] = ()  # that have ended
     logs: Mapping[str, Sequence[float | None]] = {}  # of these epochs, by name
     stopped: bool = False  # whether a callback has stopped training
+    steps: int | None = None  # of an epoch, where that is known
 
 
 def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndarray]:
@@ -53,6 +54,7 @@ def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndar
         "epochs": epochs,
         "logs": logs,
         "stopped": bool(getattr(model, "stop_training", False)),
+        "steps": _steps_of(callbacks),
     }
     arrays[TEXT] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     return arrays
@@ -103,8 +105,15 @@ def build_optimizers(found: Remembered, model: keras.Model) -> None:
 def _check_history(found: Remembered) -> None:
     values = [value for log in found.logs.values() for value in log]
     whole = all(type(epoch) is int and epoch >= 0 for epoch in found.epochs)
-    if not whole or not all(map(_is_plain, values)) or type(found.stopped) is not bool:
+    flags = type(found.stopped) is bool and type(found.steps) in (int, type(None))
+    if not whole or not all(map(_is_plain, values)) or not flags:
         raise ValueError(f"logs of epochs {found.epochs} are {found.logs}")
+
+
+def _steps_of(callbacks: Iterable[Any]) -> int | None:
+    """Return how many steps an epoch of the `fit` of callbacks has."""
+    told = [(getattr(each, "params", None) or {}).get("steps") for each in callbacks]
+    return next((int(steps) for steps in told if steps), None)
 
 
 def restore(
