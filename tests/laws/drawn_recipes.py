@@ -702,8 +702,6 @@ def sensible(recipe: dict[str, Any]) -> dict[str, Any]:
             recipe["around"] = "twice"
     if recipe["around"] == "own_share":
         recipe["outputs"] = "rows"
-    if recipe["state"] == "queue" and recipe["size"] == "one_left":
-        recipe["size"] = "uneven"  # a worker without rows does not write it yet
     if recipe["state"] == "rows" and recipe["size"] in ("even", "small"):
         recipe["size"] = "one_left"  # where shapes tell rows they are a constant
     if recipe["data"] == "cached" and recipe["stop"] == "on_one":

@@ -248,6 +248,11 @@ class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
     ) -> None:
         compared(recipe)
 
+    def test_a_queue_of_all_rows_is_written_by_workers_that_have_none(self) -> None:
+        keeps = {"state": "queue", "size": "one_left", "mode": "scope"}
+        plain = {"data": "numpy", "loss": "mean", "update": "applied", "stop": "none"}
+        compared(recipes.drawn(0, **keeps, **plain))
+
     @named(few()[FEW:] + _many())
     @pytest.mark.slow
     def test_so_they_do_with_more_recipes(self, recipe: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ _COLLECTIVES = (
 )
 _WRITERS = ("Assign", "Resource")  # beginnings; of these some are no more than reads
 _READERS = ("ReadVariableOp", "ResourceGather")
+_SIDE_BY_SIDE = "IdentityN"  # by which TensorFlow gives a function its own gradient
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _CHOICES = ("If", "StatelessIf", "Case", "StatelessCase")
 _LOOPS = ("While", "StatelessWhile")
@@ -69,6 +70,7 @@ class Flow:
         self._written: dict[int, Any] = {}
         self._graph: Any = None
         self._count = 0
+        self._entered = False
 
     def add(self, tensors: Iterable[tf.Tensor]) -> None:
         """Follow more tensors, from here on."""
@@ -89,7 +91,7 @@ class Flow:
 
     def __enter__(self) -> "Flow":
         """Begin to follow."""
-        self._token = _current.set(self)
+        self._token, self._entered = _current.set(self), True
         if tf.executing_eagerly():
             op_callbacks.add_op_callback(self._follow_eagerly)
         else:
@@ -106,6 +108,7 @@ class Flow:
             op_callbacks.remove_op_callback(self._follow_eagerly)
         elif kind is None:
             self._follow_graph()
+        self._entered = False
 
     def reaches(self, tensor: tf.Tensor) -> bool:
         """Tell whether a tensor depends on them; in a function within, it may."""
@@ -117,7 +120,7 @@ class Flow:
 
     def wrote(self, variable: Any) -> bool:
         """Tell whether what was written to a variable of TensorFlow depends on them."""
-        if self._graph is not None:
+        if self._graph is not None and self._entered:
             self._follow_graph()
         return id(variable.handle) in self._written
 
@@ -142,8 +145,11 @@ class Flow:
         kind = tf.compat.as_str_any(op_type)
         if graph is not None or kind.startswith(_COLLECTIVES):
             return
-        if not any(id(each) in self._reached for each in inputs):
+        places = [i for i, each in enumerate(inputs) if id(each) in self._reached]
+        if not places:
             return
+        if kind == _SIDE_BY_SIDE:
+            outputs = [outputs[i] for i in places]
         self._reached.update((id(each), each) for each in outputs)
         if not kind.startswith(_READERS):  # a function may write to all that it has
             handles = [t for t in inputs if getattr(t, "dtype", None) == tf.resource]
@@ -185,6 +191,8 @@ def _follow(
             reached.update((id(outputs[i]), outputs[i]) for i in reaching)
             written += [inputs[i] for i in handles]
             continue
+        if operation.type == _SIDE_BY_SIDE:
+            outputs = [outputs[i] for i in places]
         reached.update((id(each), each) for each in outputs)
         reads = operation.type.startswith(_READERS)
         if operation.type.startswith(_WRITERS) and not reads:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -317,6 +317,18 @@ def _carrier(
         return tensor, tf.identity
     carrier = tf.float32 if dtype.is_floating else tf.int64
     return tf.cast(tensor, carrier), lambda carried: tf.cast(carried, dtype)
+
+
+def gathered_shape(workers: int, tensor: tf.Tensor) -> Any:
+    """Return the shape of a tensor, shape S, gathered from N workers: [N, *S].
+
+    Where one dimension is unknown it follows from the others, so that the result does
+    not depend on this worker's own tensor, and is the same on all.
+    """
+    sizes = tensor.shape.as_list()
+    if sizes.count(None) > 1 or 0 in sizes:
+        return tf.concat([[workers], tf.shape(tensor)], axis=0)
+    return [workers, *[-1 if size is None else size for size in sizes]]
 
 
 def unmoved(

@@ -160,7 +160,7 @@ class CollectiveTransport(base.Transport):
             rows = tf.reshape(gathered, [self.size, -1])
             result = tf.reshape(
                 rows[:, :-1] if maybe_empty else rows,
-                tf.concat([[self.size], tf.shape(tensor)], axis=0),
+                base.gathered_shape(self.size, tensor),
             )
             result = restore(result)
         result.set_shape([self.size, *tensor.shape])

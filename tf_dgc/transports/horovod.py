@@ -227,7 +227,7 @@ class HorovodTransport(base.Transport):
             with self._turnstile.at(name):
                 flat = tf.reshape(bits, [-1])
                 gathered = self._call(unique, operation, flat)
-            shape = tf.concat([[self.size], tf.shape(tensor)], axis=0)
+            shape = base.gathered_shape(self.size, tensor)
             result = restore(tf.reshape(gathered, shape))
         result.set_shape([self.size, *tensor.shape])
         return result
