@@ -121,7 +121,126 @@ OTHERS: dict[str, Form] = {
     "decorrelated": decorrelated,
     "by classes": weighted_by_classes,
 }
+
+
+def correlation(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = tf.tanh(x @ w)
+    a, b = y - tf.reduce_mean(y), z - tf.reduce_mean(z)
+    squares_of_both = tf.reduce_sum(a * a) * tf.reduce_sum(b * b)
+    return 1 - tf.reduce_sum(a * b) / tf.sqrt(squares_of_both)
+
+
+def concordance(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = tf.tanh(x @ w)
+    one, other = tf.reduce_mean(y, 0), tf.reduce_mean(z, 0)
+    both = tf.reduce_mean((y - one) * (z - other), 0)
+    spread = tf.math.reduce_variance(y, 0) + tf.math.reduce_variance(z, 0)
+    return tf.reduce_sum(1 - 2 * both / (spread + tf.square(one - other)))
+
+
+def explained(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    spread = tf.reduce_sum(tf.square(y - tf.reduce_mean(y, 0)))
+    return tf.reduce_sum(squares(x, y, w)) / spread
+
+
+def balanced(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    positive = tf.cast(y > 0, tf.float32)
+    share = tf.reduce_sum(positive) / tf.cast(tf.size(positive), tf.float32)
+    weights = positive * (1 - share) + (1 - positive) * share
+    return tf.reduce_mean(weights * squares(x, y, w))
+
+
+def standardized(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    def standard(z: tf.Tensor) -> tf.Tensor:
+        return (z - tf.reduce_mean(z, 0)) / (tf.math.reduce_std(z, 0) + 0.1)
+
+    rows = tf.cast(tf.shape(x)[0], tf.float32)
+    products = tf.matmul(tf.transpose(standard(x @ w)), standard(y)) / rows
+    return tf.reduce_sum(tf.square(products - tf.eye(2)))
+
+
+def three_levels(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = tf.tanh(x @ w)
+    z -= tf.reduce_mean(z, 0) * tf.reduce_sum(w)
+    z /= tf.sqrt(tf.reduce_mean(tf.square(z), 0)) + 0.1
+    large = tf.cast(z > tf.reduce_mean(z), tf.float32)
+    return tf.reduce_sum(large * tf.square(z - y)) / tf.reduce_sum(large)
+
+
+# Sums go back into each row.
+NESTED: dict[str, Form] = {
+    "correlation": correlation,
+    "concordance": concordance,
+    "explained": explained,
+    "deviation": lambda x, y, w, n: (
+        tf.reduce_mean(squares(x, y, w)) + tf.math.reduce_std(x @ w)
+    ),
+    "balanced": balanced,
+    "standardized": standardized,
+    "three levels": three_levels,
+    "square of a part": lambda x, y, w, n: tf.reduce_sum(
+        tf.square(squares(x, y, w) / tf.reduce_sum(squares(x, y, w)))
+    ),
+    "vector of differences": lambda x, y, w, n: tf.reduce_mean(
+        tf.abs(squares(x, y, w) - tf.reduce_mean(squares(x, y, w))), 1
+    ),
+}
+OTHERS |= NESTED
 ALL = MEANS | SUMS | OTHERS
+
+
+def similarities(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = tf.math.l2_normalize(x @ w, 1)
+    labels = tf.range(tf.shape(x)[0])
+    found = tf.matmul(z, z, transpose_b=True)
+    each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, found)
+    return tf.reduce_mean(each)
+
+
+def above_half(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    each = squares(x, y, w)[:, 0]
+    large = tf.cast(each > 0.5 * tf.reduce_max(each), tf.float32)
+    return tf.reduce_sum(each * large) / tf.reduce_sum(large)
+
+
+def between(z: tf.Tensor) -> tf.Tensor:
+    """Return differences of rows from one another."""
+    return z[:, :1] - tf.transpose(z[:, :1])
+
+
+# Rows meet rows.
+MOVED: dict[str, Form] = {
+    "similarities": similarities,
+    "above half": above_half,
+    "pairs": lambda x, y, w, n: tf.reduce_mean(
+        tf.cast(between(y) > 0, tf.float32) * tf.nn.softplus(-between(x @ w))
+    ),
+    "pairs of a vector": lambda x, y, w, n: tf.reduce_mean(
+        tf.square(y[:, 0] - (x @ w)[:, :1])
+    ),
+    "sorted": lambda x, y, w, n: tf.reduce_mean(
+        tf.abs(tf.sort(x @ w, 0) - tf.sort(y, 0))
+    ),
+    "largest": lambda x, y, w, n: tf.reduce_mean(tf.math.top_k((x @ w)[:, 0], 2)[0]),
+    "softmax over rows": lambda x, y, w, n: tf.reduce_sum(
+        tf.nn.softmax(squares(x, y, w), 0) * y
+    ),
+    "so far": lambda x, y, w, n: tf.reduce_mean(
+        y - tf.math.log(tf.cumsum(tf.exp(x @ w), 0))
+    ),
+    "of neighbors": lambda x, y, w, n: tf.reduce_mean(
+        tf.abs((x @ w)[1:] - (x @ w)[:-1])
+    ),
+    "reversed": lambda x, y, w, n: tf.reduce_mean(squares(tf.reverse(x, [0]), y, w)),
+    "rolled": lambda x, y, w, n: tf.reduce_mean(squares(tf.roll(x, 1, 0), y, w)),
+    "shuffled": lambda x, y, w, n: tf.reduce_mean(squares(tf.random.shuffle(x), y, w)),
+    "chosen by place": lambda x, y, w, n: tf.reduce_mean(
+        squares(tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))), y, w)
+    ),
+    "first half": lambda x, y, w, n: tf.reduce_mean(
+        squares(x, y, w)[: tf.shape(x)[0] // 2]
+    ),
+}
 
 
 def data() -> tuple[tf.Tensor, tf.Tensor, tf.Variable]:
@@ -133,16 +252,25 @@ def data() -> tuple[tf.Tensor, tf.Tensor, tf.Variable]:
 def of_share(
     form: Form,
     w: tf.Variable,
-    totals: list[tf.Tensor] | None,
+    totals: list[list[tf.Tensor]],
     x: tf.Tensor,
     y: tf.Tensor,
-) -> tuple[Any, Any, Any, list[tf.Tensor]]:
-    """Return way, loss, gradient and sums of the rows of one worker."""
-    local: list[tf.Tensor] = []
+) -> tuple[Any, Any, Any, list[list[tf.Tensor]]]:
+    """Return way, loss, gradient and sums of the rows of one worker.
+
+    Args:
+        form: of the loss.
+        w: what is trained.
+        totals: of all workers, of the exchanges that are known.
+        x: of this worker.
+        y: of this worker.
+    """
+    local: list[list[tf.Tensor]] = []
 
     def total(numbers: list[tf.Tensor]) -> list[tf.Tensor]:
-        local.extend(numbers)
-        return numbers if totals is None else totals
+        local.append(numbers)
+        known = len(local) <= len(totals)
+        return totals[len(local) - 1] if known else numbers
 
     static = None if x.shape[0] is None else int(x.shape[0])
     reading = readings.Reading([x, y], [], static)
@@ -172,6 +300,27 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_gradients_of_shares_whose_shapes_are_known_add_up(self, name: str) -> None:
         self.check(name, eager=False, known=True)
 
+    @parameterized.parameters(*MOVED)
+    def test_what_moves_between_rows_is_told(self, name: str) -> None:
+        self.check_told(MOVED[name], eager=False)
+
+    @parameterized.parameters(*MOVED)
+    def test_what_moves_between_rows_is_told_eagerly(self, name: str) -> None:
+        self.check_told(MOVED[name], eager=True)
+
+    def check_told(self, form: Form, eager: bool) -> None:
+        x, y, w = data()
+
+        def call(x: tf.Tensor, y: tf.Tensor) -> None:
+            with self.assertRaises(losses.NotKnown):
+                of_share(form, w, [], x, y)
+
+        if eager:
+            call(x, y)
+            return
+        signature = [tf.TensorSpec([None, 5]), tf.TensorSpec([None, 2])]
+        tf.function(call, signature, autograph=False).get_concrete_function()
+
     def check(self, name: str, eager: bool, known: bool = False) -> None:
         form = ALL[name]
         x, y, w = data()
@@ -180,7 +329,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
         expected = tape.gradient(loss, w)
         ways = set()
 
-        def found(totals: list[tf.Tensor] | None) -> list[Any]:
+        def found(totals: list[list[tf.Tensor]]) -> list[Any]:
             results = []
             call = functools.partial(of_share, form, w, totals)
             if not eager:
@@ -205,8 +354,12 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
                 results.append(rest)
             return results
 
-        sums = zip(*(local for _, _, local in found(None)), strict=True)
-        results = found([tf.add_n(list(each)) for each in sums])
+        totals: list[list[tf.Tensor]] = []
+        results = found(totals)
+        while len(totals) < len(results[0][2]):
+            exchanged = zip(*(each[2][len(totals)] for each in results), strict=True)
+            totals.append([tf.add_n(list(each)) for each in exchanged])
+            results = found(totals)
         total = tf.add_n([gradient for _, gradient, _ in results])
         self.assertAllClose(total, expected, 1e-5, 1e-5)
         for value, _, _ in results:

@@ -119,6 +119,8 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
             "mean": keras.metrics.Mean.update_state(values, sample_weight), which is
             public;
             "gradient": tf.GradientTape.gradient, which is public;
+            "moments": keras/src/layers/normalization/batch_normalization.py:
+            _moments(inputs, mask), which returns mean and variance of a batch;
             "clip by global norm", "clip by norm", "clip by value", "global norm":
             tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value and
             tf.linalg.global_norm, which are public;
@@ -174,6 +176,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "loss call": (keras.losses.Loss, "__call__"),
         "mean": (keras.metrics.Mean, "update_state"),
         "gradient": (tf.GradientTape, "gradient"),
+        "moments": (keras.layers.BatchNormalization, "_moments"),
         "clip by global norm": (tf, "clip_by_global_norm"),
         "clip by norm": (tf, "clip_by_norm"),
         "clip by value": (tf, "clip_by_value"),
@@ -252,6 +255,7 @@ def hook_share() -> None:
     wrap("loss division", _leave_undivided)
     wrap("loss scale", _keep_undivided)
     wrap("gradient", _weigh_losses)
+    wrap("moments", _note_moments)
     wrap("mean", _weigh_scalar)
     wrap("clip by global norm", _clip_those_of_all)
     wrap("clip by norm", _clip_that_of_all)
@@ -369,6 +373,14 @@ def _weigh_losses(
     share = _share_of(tf.distribute.get_strategy())
     args = tape, target, sources, output_gradients, unconnected_gradients
     return original(*args) if share is None else share.gradient(original, *args)
+
+
+def _note_moments(original: Callable[..., Any], layer: Any, *args: Any) -> Any:
+    moments = original(layer, *args)
+    share = _share_of(tf.distribute.get_strategy())
+    if share is not None:
+        share.note_moments(moments)
+    return moments
 
 
 def _clip_those_of_all(

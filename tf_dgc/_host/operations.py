@@ -179,7 +179,7 @@ def again(operation: Operation, inputs: Sequence[Any]) -> Any:
     function, names, counts, attributes = _signature(operation.kind)
     values, waiting = [], list(inputs)
     for count in counts:
-        size = 1 if count is None else operation.attributes(count)
+        size = 1 if count is None else len(inputs) - len(counts) + 1
         part, waiting = waiting[:size], waiting[size:]
         values.append(part if count is not None else part[0])
     given = {name: operation.attributes(name) for name in attributes}
@@ -200,6 +200,8 @@ def _signature(kind: str) -> tuple[Any, list[str], list[str | None], list[str]]:
     for each in definition.input_arg:
         inferred |= {each.type_attr, each.number_attr, each.type_list_attr}
         counts.append(each.number_attr or None)
+    if sum(count is not None for count in counts) > 1:
+        raise NotImplementedError(f"{kind} takes several lists of tensors")
     names = parameters[: len(counts)]
     attributes = [
         each.name

@@ -8,6 +8,14 @@ are exchanged before the backward pass, and the gradient that a worker computes 
     sum over i of  dF/dS_i (at the sums of all)  *  ds_i/dw (of its own rows)
 
 so that the gradients of the workers add up to that of one process.
+
+A sum may go back into each row, of which another sum is made, as the means of a
+correlation do. Then the rows are computed again, with the sums of all, level by level:
+
+    level 0     S_1 = total of s_1(rows)
+    level 1     S_2 = total of s_2(rows, S_1)       F(S_1, S_2)
+
+and what S_1 counts by way of rows, dF/dS_2 * ds_2/dS_1, is a sum over workers, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +24,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import readings
+from tf_dgc.strategies import readings, row_axes
 from tf_dgc.strategies.readings import CONSTANT, COUNT, MEAN, NUMBER, ROWS, SUM, UNKNOWN
 
 # Ways in which gradients of workers become one: a mean by rows, or a sum.
@@ -32,12 +40,26 @@ class Cut(NamedTuple):
         tensor: itself; or of which it is the number of rows.
         local: sum over this worker's rows, shape [S]; None for constants.
         inverse: by what the sum was divided to be the tensor: shape [].
+        nested: whether sums of all go into its rows, which are computed again.
     """
 
     key: Any
     tensor: Any
     local: Any
     inverse: Any
+    nested: bool = False
+
+
+class _Given(NamedTuple):
+    """Sums over all workers.
+
+    Attributes:
+        numbers: by the keys of cuts.
+        leaves: those that are computed of nothing else here, with their cuts.
+    """
+
+    numbers: dict[Any, tf.Tensor]
+    leaves: list[tuple[Cut, tf.Tensor]]
 
 
 class Whole(NamedTuple):
@@ -103,7 +125,7 @@ class Losses:
             known = self.reading.of(each)
             if known.kind == CONSTANT:
                 terms.add((CONSTANT, 0))
-            elif known.kind == ROWS and not known.scales:
+            elif known.kind == ROWS and not (known.scales or known.nested):
                 terms.add((SUM, 0))
             elif known.kind == NUMBER and known.terms is not None:
                 terms |= known.terms
@@ -122,24 +144,45 @@ class Losses:
         Raises:
             NotKnown: it is not made of sums over rows.
         """
-        cuts = list({c.key: c for t in targets for c in self._parts(t)}.values())
-        present, *sums = self._summed([self._present, *cuts])
+        cuts = self._cuts_of(targets)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sums)
-            given = {c.key: found for c, found in zip(cuts, sums, strict=True)}
-            parts = [tf.reduce_sum(self._value(each, given)) for each in targets]
-            value = tf.add_n([tf.cast(each, parts[0].dtype) for each in parts])
-        slopes = tape.gradient(value, sums)
-        kept = [
-            (cut, slope)
-            for cut, slope in zip(cuts, slopes, strict=True)
-            if slope is not None and cut.key == id(cut.tensor)
-        ]
+            given, own = self._given(cuts, tape)
+            value = self._sum(targets, given.numbers)
+        present = given.numbers[self._present.key]
+        handles = [h for _, h in (*given.leaves, *own)]
+        slopes = iter(tape.gradient(value, handles))
+        found: dict[int, tuple[Any, list[tf.Tensor]]] = {}
+        for cut, _ in given.leaves:
+            slope = next(slopes)
+            if slope is not None:
+                part = self._upstream(cut, slope, present)
+                found.setdefault(id(cut.tensor), (cut.tensor, []))[1].append(part)
+        for tensor, _ in own:
+            slope = next(slopes)
+            if slope is not None:
+                slope = tf.convert_to_tensor(slope)
+                found.setdefault(id(tensor), (tensor, []))[1].append(slope)
         return Whole(
             value,
-            [cut.tensor for cut, _ in kept],
-            [self._upstream(cut, slope, present) for cut, slope in kept],
+            [tensor for tensor, _ in found.values()],
+            [tf.add_n(parts) for _, parts in found.values()],
         )
+
+    def value(self, targets: Sequence[Any]) -> tf.Tensor:
+        """Return the loss of all workers, which call this, without its gradient.
+
+        Raises:
+            NotKnown: it is not made of sums over rows.
+        """
+        given, _ = self._given(self._cuts_of(targets), None)
+        return self._sum(targets, given.numbers)
+
+    def _cuts_of(self, targets: Sequence[Any]) -> list[Cut]:
+        return list({c.key: c for t in targets for c in self._parts(t)}.values())
+
+    def _sum(self, targets: Sequence[Any], given: dict[Any, tf.Tensor]) -> tf.Tensor:
+        parts = [tf.reduce_sum(self._value(each, given)) for each in targets]
+        return tf.add_n([tf.cast(each, parts[0].dtype) for each in parts])
 
     def _upstream(self, cut: Cut, slope: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
         tensor = cut.tensor
@@ -166,6 +209,8 @@ class Losses:
                 yield self._count_of(tensor)
             yield self._sum_of(tensor)
             return
+        if id(tensor) in self.reading.divided_by_rows:
+            yield self._rows()
         for each in self._operation(tensor).inputs:
             yield from self._parts(each)
 
@@ -175,12 +220,18 @@ class Losses:
             raise NotKnown("")
         return operation
 
+    def _rows(self) -> Cut:
+        """Return the number of rows where shapes tell it."""
+        return Cut(COUNT, None, tf.constant(float(self.reading.static or 0)), 1.0)
+
     def _count_of(self, tensor: Any) -> Cut:
         """Return the number of rows of which a tensor is the mean."""
-        source = self._operation(tensor).inputs[0]
+        source, axis = self._operation(tensor).inputs[0], self.reading.of(tensor).axis
+        if axis is None:
+            raise NotKnown(self._operation(tensor).line())
         key = COUNT, id(source)
         if key not in self._cuts:
-            number = tf.shape(source)[self.reading.of(tensor).axis]
+            number = tf.shape(source)[axis]
             self._cuts[key] = Cut(key, source, _number(number), 1.0)
         return self._cuts[key]
 
@@ -188,9 +239,14 @@ class Losses:
         known, key = self.reading.of(tensor), id(tensor)
         if key in self._cuts:
             return self._cuts[key]
+        if known.kind == NUMBER and not tensor.shape.is_fully_defined():
+            raise NotKnown(self.reading.line_of(tensor))  # workers may have other sizes
         inverse = tf.ones([])
         if known.origin == MEAN:
             inverse *= self._count_of(tensor).local
+        if known.nested:
+            self._cuts[key] = Cut(key, tensor, None, inverse, True)
+            return self._cuts[key]
         for scale, divides in known.scales:
             scale = _number(scale)
             if divides:
@@ -206,16 +262,174 @@ class Losses:
         self._cuts[key] = Cut(key, tensor, local, inverse)
         return self._cuts[key]
 
-    def _summed(self, cuts: Sequence[Cut]) -> list[tf.Tensor]:
-        """Return sums over all workers, and constants as they are."""
-        made = [cut for cut in cuts if cut.local is not None]
-        missing = [cut for cut in made if cut.key not in self._totals]
-        if missing:
-            found = self._total([cut.local for cut in missing])
-            self._totals |= {c.key: t for c, t in zip(missing, found, strict=True)}
+    # Level by level.
+
+    def _levels(self, cuts: Sequence[Cut]) -> list[list[Cut]]:
+        """Return cuts, and those of which their rows are made, by level."""
+        levels: dict[Any, int] = {}
+        known: dict[Any, Cut] = {}
+
+        def level(cut: Cut) -> int:
+            if cut.key not in levels:
+                known[cut.key] = cut
+                inner = self._inner(cut)
+                levels[cut.key] = 1 + max(map(level, inner)) if inner else 0
+            return levels[cut.key]
+
+        for cut in cuts:
+            level(cut)
         return [
-            _number(cut.tensor) if cut.local is None else self._totals[cut.key]
-            for cut in cuts
+            [known[key] for key, at in levels.items() if at == i]
+            for i in range(1 + max(levels.values(), default=0))
+        ]
+
+    def _inner(self, cut: Cut) -> list[Cut]:
+        """Return those of which rows of a cut are made."""
+        if not cut.nested:
+            return []
+        _, leaves = self._followed(cut)
+        numbers = [t for t in leaves if self.reading.of(t).kind == NUMBER]
+        return [c for c in self._cuts_of(numbers) if c.local is not None or c.nested]
+
+    def _followed(self, cut: Cut) -> tuple[list[Any], list[Any]]:
+        """Return the tensors to be computed again, in order, and what they are of."""
+        order, leaves, seen = [], [], set[int]()
+        waiting = [(cut.tensor, False)]
+        while waiting:
+            tensor, is_ready = waiting.pop()
+            if is_ready:
+                order.append(tensor)
+                continue
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            known = self.reading.of(tensor)
+            if tensor is cut.tensor or (
+                known.kind == ROWS and (known.nested or known.scales)
+            ):
+                waiting.append((tensor, True))
+                waiting.extend((t, False) for t in self._values_of(tensor))
+            else:
+                leaves.append(tensor)
+        return order, leaves
+
+    def _values_of(self, tensor: Any) -> list[Any]:
+        operation = self._operation(tensor)
+        places = row_axes.places(operation)
+        return [t for i, t in enumerate(operation.inputs) if i not in places]
+
+    def _given(
+        self, cuts: Sequence[Cut], tape: tf.GradientTape | None
+    ) -> tuple["_Given", list[tuple[Any, tf.Tensor]]]:
+        """Return sums over all workers, and tensors of which rows are computed again.
+
+        Args:
+            cuts: of the loss.
+            tape: that runs, and follows what is returned; None for no gradient.
+        """
+        levels = self._levels(cuts)
+        levels[0] = [self._present, *levels[0]]
+        leaves: list[tuple[Cut, tf.Tensor]] = []
+        own: dict[int, tuple[Any, tf.Tensor]] = {}
+        numbers: dict[Any, tf.Tensor] = {}
+        entering: dict[Any, tf.Tensor] = {}  # as they are in rows
+        for i, level in enumerate(levels):
+            if i:
+                entering |= self._entered(levels[i - 1], numbers)
+            local = [self._local(cut, entering, own, tape) for cut in level]
+            for cut, number in zip(level, self._summed(level, local), strict=True):
+                numbers[cut.key] = number
+                if tape is not None and not cut.nested and cut.key == id(cut.tensor):
+                    tape.watch(number)
+                    leaves.append((cut, number))
+        return _Given(numbers, leaves), list(own.values())
+
+    def _entered(
+        self, cuts: Sequence[Cut], numbers: dict[Any, tf.Tensor]
+    ) -> dict[Any, tf.Tensor]:
+        """Return sums as they go into rows: of all workers is what they count there."""
+        made = [cut.key for cut in cuts if cut.local is not None or cut.nested]
+
+        @tf.custom_gradient
+        def enter(*found: tf.Tensor) -> Any:
+            def slopes(*each: tf.Tensor) -> Any:
+                return self._total(list(each))
+
+            return [tf.identity(number) for number in found], slopes
+
+        return dict(zip(made, enter(*[numbers[key] for key in made]), strict=True))
+
+    def _local(
+        self,
+        cut: Cut,
+        entering: dict[Any, tf.Tensor],
+        own: dict[int, tuple[Any, tf.Tensor]],
+        tape: tf.GradientTape | None,
+    ) -> Any:
+        """Return a sum over this worker's rows, with sums of all in each row."""
+        if not cut.nested:
+            return cut.local
+        order, leaves = self._followed(cut)
+        made: dict[int, Any] = {}
+        constants: dict[Any, tf.Tensor] = {}
+        for leaf in leaves:
+            known = self.reading.of(leaf)
+            if known.kind == NUMBER:
+                for part in self._cuts_of([leaf]):
+                    if part.local is None and not part.nested:
+                        handle = self._own(part.tensor, own, tape)
+                        constants[part.key] = handle
+                made[id(leaf)] = self._value(leaf, entering | constants)
+            else:
+                made[id(leaf)] = self._own(leaf, own, tape)
+        for tensor in order:
+            operation = self._operation(tensor)
+            inputs = [
+                each
+                if self.reading.power_of(each)
+                and not self.reading.power_in(each, operation)
+                else made.get(id(each), each)
+                for each in operation.inputs
+            ]
+            made[id(tensor)] = _host.operations.again(operation, inputs)
+        found = made[id(cut.tensor)]
+        wide = _number(found)
+        if self.reading.of(cut.tensor).kind == ROWS:
+            wide = tf.reduce_sum(wide)
+        return tf.math.multiply_no_nan(wide, tf.cast(cut.inverse, wide.dtype))
+
+    def _own(
+        self,
+        tensor: Any,
+        own: dict[int, tuple[Any, tf.Tensor]],
+        tape: tf.GradientTape | None,
+    ) -> Any:
+        """Return a tensor of this worker, which the tape follows."""
+        if tape is None or not tensor.dtype.is_floating:
+            return tensor
+        if id(tensor) not in own:
+            with tape.stop_recording():
+                own[id(tensor)] = tensor, tf.identity(tensor)
+            tape.watch(own[id(tensor)][1])
+        return own[id(tensor)][1]
+
+    def _summed(self, cuts: Sequence[Cut], local: Sequence[Any]) -> list[tf.Tensor]:
+        """Return sums over all workers, and constants as they are."""
+        made = [
+            (c, mine) for c, mine in zip(cuts, local, strict=True) if mine is not None
+        ]
+        missing = [(c, mine) for c, mine in made if c.key not in self._totals]
+        if missing:
+            found = self._total([tf.stop_gradient(mine) for _, mine in missing])
+            pairs = zip(missing, found, strict=True)
+            self._totals |= {c.key: total for (c, _), total in pairs}
+        return [
+            _number(cut.tensor)
+            if mine is None
+            else _crossed(mine, self._totals[cut.key])
+            if cut.nested
+            else tf.identity(self._totals[cut.key])
+            for cut, mine in zip(cuts, local, strict=True)
         ]
 
     # F.
@@ -242,7 +456,16 @@ class Losses:
                 found = tf.math.divide_no_nan(found, by) if divides else found * by
             return tf.cast(found, tensor.dtype)
         operation = self._operation(tensor)
-        inputs = [self._value(each, given) for each in operation.inputs]
+        inputs = [
+            each
+            if self.reading.power_of(each)
+            and not self.reading.power_in(each, operation)
+            else self._value(each, given)
+            for each in operation.inputs
+        ]
+        if id(tensor) in self.reading.divided_by_rows:
+            share = given[COUNT] / float(self.reading.static or 1)
+            inputs[1] *= tf.cast(share, inputs[1].dtype)
         return _host.operations.again(operation, inputs)
 
 
@@ -250,3 +473,13 @@ def _number(tensor: tf.Tensor) -> tf.Tensor:
     """Return a tensor as float32, or float64 where it is that."""
     wide = tf.float64 if tensor.dtype == tf.float64 else tf.float32
     return tf.cast(tensor, wide)
+
+
+def _crossed(local: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    """Return a sum over workers, which grows as what each of them adds."""
+
+    @tf.custom_gradient
+    def cross(mine: tf.Tensor) -> Any:
+        return tf.identity(total), lambda slope: slope
+
+    return cross(local)

@@ -325,6 +325,12 @@ class Share:
             self._meets = True
             self._losses.reading.note_same(tensor)
 
+    def note_moments(self, moments: Sequence[Any]) -> None:
+        """Note what a layer normalizes by, which is each worker's own on purpose."""
+        if self._losses is not None:
+            for tensor in moments:
+                self._losses.reading.note_same(tensor)
+
     # Losses.
 
     @property
@@ -360,8 +366,12 @@ class Share:
             given = output_gradients
             if given is None and not trains:
                 given = self._counts_of_rows(targets, flat)
-                if given is not None:
-                    target = targets
+                if given is not None and self._losses is not None:
+                    found = original(tape, targets, sources, given, unconnected)
+                    for gradient in tf.nest.flatten(found):
+                        if isinstance(gradient, tf.Tensor):
+                            self._losses.reading.note_rows(gradient)
+                    return found
             return original(tape, target, sources, given, unconnected)
         self._at_once.look_at(targets)
         self._at_once.look_at_weights(trained)
@@ -397,7 +407,7 @@ class Share:
             return None
         rows = [losses.reading.of(each).kind == ROWS for each in sources]
         way = losses.way_of(targets) if all(rows) else None
-        if way is None or way == (SUMMED, 0):
+        if way is None:
             return None
         scale = float(self._transport.size) ** -way[1]
         if way[0] == BY_ROWS:
@@ -452,7 +462,9 @@ class Share:
         self._say(
             f"A loss{f' at {line}' * bool(line)} is made of something else than sums "
             "and means over rows: its gradient counts as that of a mean of each "
-            "worker's rows, which one process may compute otherwise"
+            "worker's rows, which one process may compute otherwise. Where rows meet "
+            "rows, gather them before, in `train_step`: "
+            "tf.distribute.get_replica_context().all_gather(rows, 0); see docs/data.md"
         )
 
     def _say_doubtful(self, line: str) -> None:
@@ -609,7 +621,7 @@ class Share:
         way = losses.way_of([value])
         try:
             if way is None or way[0] == SUMMED:
-                return losses.whole([value]).value, True
+                return losses.value([value]), True
         except NotKnown:
             return value, False
         scale = float(self._transport.size) ** -way[1]
