@@ -53,11 +53,41 @@ def fitted() -> Any:
     return history, told, predicted, model.get_weights()
 
 
+class Transitions(Masked):
+    """Is trained by elements of more parts than Keras has names for."""
+
+    def train_step(self, data: Any) -> Any:
+        state, reward, other, weight = data
+        with tf.GradientTape() as tape:
+            errors = tf.reduce_mean(self(state) - self(other), 1) - reward
+            loss = tf.reduce_mean(weight * tf.square(errors))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def of_four_parts() -> Any:
+    """Train by elements of four parts."""
+    random = np.random.default_rng(0)
+    shapes = (13, 4), (13,), (13, 4), (13,)
+    parts = [random.normal(size=shape).astype("float32") for shape in shapes]
+    model = Transitions()
+    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    batches = tf.data.Dataset.from_tensor_slices(tuple(parts)).batch(6)
+    history = model.fit(batches, verbose=0).history
+    return history, model.get_weights()
+
+
 @pytest.mark.long
 class WithoutTargetsTest(tf.test.TestCase):
     def test_steps_that_make_their_targets_are_those_of_one_process(self) -> None:
         expected = fitted()
         for found in in_scopes(3, lambda strategy: fitted()):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_elements_of_four_parts_are_those_of_one_process(self) -> None:
+        expected = of_four_parts()
+        for found in in_scopes(2, lambda strategy: of_four_parts()):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
 

@@ -31,6 +31,7 @@ def transport() -> HorovodTransport:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
         RuntimeError: Horovod sees one worker where MPI started several.
     """
+    _host.tracebacks.install()
     return HorovodTransport()
 
 

@@ -72,6 +72,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         config: DGCConfig | AveragingConfig | DownpourConfig | None,
         make: Make,
     ) -> None:
+        _host.tracebacks.install()
         self._mesh, self._transport = mesh, mesh.everybody
         self._config = config
         self._ledger = Ledger(mesh.voices, make)

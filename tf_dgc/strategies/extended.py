@@ -524,6 +524,9 @@ def _built(original: Callable[..., Any], model: Any, batch: Any) -> Any:
     A step then makes them, and what `compile` was given is built there, as in Keras
     without a strategy.
     """
+    known = not isinstance(batch, tuple) or len(batch) <= 3
+    if not known and not _host.keras.is_of_keras(model.train_step):
+        return None  # as without a strategy: the step alone knows what a batch has
     _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if targets is not None:
         return original(model, data_batch=batch)

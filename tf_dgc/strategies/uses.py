@@ -216,7 +216,7 @@ class AtOnce:
             self._need("before they are applied")
 
     def look_at_results(self, logs: Any) -> None:
-        """Look at what a step leaves: weights, metrics and logs.
+        """Look at what a step leaves: weights, metrics, sums of gradients and logs.
 
         Raises:
             ValueError: weights are moved without an optimizer, and gradients are
@@ -234,12 +234,12 @@ class AtOnce:
                 "optimizers apply them: each worker would train by itself. Use "
                 "`optimizer.apply`, or DenseStrategy"
             )
-        kept = any(map(self._uses.wrote, _host.keras.metric_variables(model)))
+        kept = any(map(self._uses.wrote, _host.keras.changed_by_steps(model)))
         told = logs.values() if isinstance(logs, Mapping) else ()
         if moved:
             self._need("to move weights")
         elif kept or any(map(self._uses.reaches, told)):
-            self._need("in metrics and logs")
+            self._need("in metrics, logs and variables")
 
     def _need(self, where: str) -> None:
         """Trace the step again, with gradients of all workers; else name it."""

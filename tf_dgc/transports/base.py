@@ -292,7 +292,10 @@ def fuse(
         total.set_shape(joined.shape)
         parts = [total] if len(flat) == 1 else _split(total, flat)
         for i, part in zip(indices, parts, strict=True):
-            restored = tf.reshape(carriers[i][1](part), tf.shape(tensors[i]))
+            shape = tensors[i].shape
+            # Where it is known, the sum does not depend on this worker's own tensor.
+            form = shape if shape.is_fully_defined() else tf.shape(tensors[i])
+            restored = tf.reshape(carriers[i][1](part), form)
             restored.set_shape(tensors[i].shape)
             results[i] = restored
     return results
@@ -300,7 +303,8 @@ def fuse(
 
 def _split(total: tf.Tensor, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Return the parts of a vector that are as long as others."""
-    sizes = [tf.size(part) for part in flat]
+    known = all(part.shape.is_fully_defined() for part in flat)
+    sizes = [part.shape[0] if known else tf.size(part) for part in flat]
     if total.dtype != tf.int64:  # which has no such kernel on GPUs
         return list(tf.split(total, sizes))
     ends = tf.cumsum(sizes)

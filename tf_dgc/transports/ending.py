@@ -5,8 +5,6 @@ import sys
 import threading
 from typing import Any
 
-from tf_dgc._host import tracebacks
-
 
 class _Noted:
     """The status that the main thread gave to `sys.exit`."""
@@ -24,8 +22,7 @@ class _Exit(SystemExit):
 
 
 def watch() -> None:
-    """Note from now on how this process ends by `sys.exit`; print briefly by what."""
-    tracebacks.install()
+    """Note from now on how this process ends by `sys.exit`."""
     if getattr(sys.exit, "__module__", "") != __name__:
         sys.exit = leave
         for name in ("exit", "quit"):  # of `site`, for what is typed, and for scripts
