@@ -112,6 +112,26 @@ class LaunchTest(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertIn("TypeError: What a function returns to tf_dgc.launch must", err)
 
+    def test_arguments_that_cannot_be_carried_are_named(self) -> None:
+        status, _, err = self.run_to_end("""
+            import threading
+            tf_dgc.launch(print, n=1, args=(threading.Lock(),), strategy=None)
+            """)
+        self.assertEqual(status, 1)
+        self.assertIn("TypeError: What tf_dgc.launch gives to workers", err)
+
+    def test_an_error_that_cannot_be_read_again_is_told_by_its_traceback(self) -> None:
+        status, _, err = self.run_to_end("""
+            class Two(Exception):
+                def __init__(self, one, two):
+                    super().__init__(one + two)
+            def fail():
+                raise Two("one ", "and two")
+            tf_dgc.launch(fail, n=1, strategy=None)
+            """)
+        self.assertEqual(status, 1)
+        self.assertIn("Two: one and two", err)
+
     def test_an_interrupt_ends_all(self) -> None:
         process = self.start("""
             def wait():

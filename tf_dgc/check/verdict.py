@@ -179,7 +179,7 @@ def _folders(cluster: Cluster) -> Iterable[Finding]:
             yield Finding(True, f"Backups cannot be written {where}: {each.obstacle}.")
         elif each.disk < _DISK:
             text = f"{_size(each.disk)} are free {where}: backups may not fit."
-            yield Finding(False, text)
+            yield Finding(not each.disk, text)
 
 
 def _memory(cluster: Cluster) -> Iterable[Finding]:

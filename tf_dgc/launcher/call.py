@@ -55,7 +55,10 @@ def _write(folder: pathlib.Path, outcome: Outcome) -> None:
     path = file_of(folder, rank)
     part = path.with_suffix(".part")
     try:
-        part.write_bytes(cloudpickle.dumps(tuple(outcome)))
+        carried = cloudpickle.dumps(tuple(outcome))
+        if outcome.trace:
+            cloudpickle.loads(carried)  # some errors can be written, and not read
+        part.write_bytes(carried)
     except Exception as error:  # whatever a value's own code raises
         if not outcome.trace:
             raise TypeError(

@@ -105,7 +105,7 @@ def launch(
     shared = os.getcwd() if hosts else None
     with tempfile.TemporaryDirectory(prefix="tf-dgc-launch-", dir=shared) as name:
         folder = pathlib.Path(name)
-        todo = cloudpickle.dumps(tuple(call.Call(function, tuple(args), text)))
+        todo = _carried(cloudpickle, call.Call(function, tuple(args), text))
         (folder / call.CALL).write_bytes(pickle.dumps((list(sys.path), todo)))
         with _signals_kept():
             job = Job("tf_dgc.launch", None, _GRACE_SECONDS, 0, _View())
@@ -118,6 +118,17 @@ def launch(
     if status or len(outcomes) < count:
         raise _failure(outcomes, status, function)
     return [outcomes[rank].value for rank in range(count)]
+
+
+def _carried(cloudpickle: Any, what: call.Call) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(tuple(what)))
+    except Exception as error:  # whatever a value's own code raises
+        raise TypeError(
+            "What tf_dgc.launch gives to workers, the function with what it refers to "
+            "and its arguments, must be such that cloudpickle can carry it: make what "
+            f"it cannot inside the function. Received: {error}"
+        ) from error
 
 
 def _places(n: int | None, text: str | None) -> list[hosts.Host]:

@@ -144,6 +144,8 @@ class Recorder(keras.callbacks.Callback):
         pairs: Any,
         learning_rate: Any,
     ) -> Any:
+        if self.model is None:  # in a loop of the script's own
+            return original(optimizer, distribution, pairs, learning_rate)
         used = [(g, v) for g, v in pairs if g is not None]
         paths = {id(v.value): _name_of(v) for v in self.model.variables}
         names = _unique([paths.get(id(v), _name_of(v)) for _, v in used])
