@@ -168,7 +168,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
             found = pool.run("collective", 2, "misuse", "told", case=case)
         self.assertNotEmpty(found, output)
         for result in found:
-            self.assertEqual(result.get("error"), error, output or result)
+            self.assertEqual(result.get("error"), error, output or str(result))
             self.assertRegex(result["text"], text)
 
     def test_a_metric_that_one_worker_reads_is_named_before_the_time_is_out(

@@ -190,11 +190,13 @@ class SettingsTest(tf.test.TestCase):
         config = {"period": 4, "compression": {"min_elements": 1}}
         path.write_text(json.dumps(config))
         found = settings.read("averaging", 0.5, str(path)).record()
-        expected = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
+        # Means over senders need to know who sent.
+        gathered = {"sparsity": 0.5, "exchange": "allgather"}
+        expected = tf_dgc.DGCConfig(min_elements=1, **gathered)
         self.assertEqual((found.period, found.compression), (4, expected))
         self.assertEqual(
             settings.read("averaging", 0.5, None).record().compression,
-            tf_dgc.DGCConfig(sparsity=0.5),
+            tf_dgc.DGCConfig(**gathered),
         )
 
 

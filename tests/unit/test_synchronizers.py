@@ -805,7 +805,7 @@ class StatsTest(tf.test.TestCase):
 
     def test_adds_up_over_owners(self) -> None:
         synchronizer = Ledger(LocalTransport(), Dense)
-        self.assertAllEqual(synchronizer.stats(), [0, 0, 0, 0, 0])
+        self.assertAllEqual(synchronizer.stats(), [0, 0, 0, 0, 0, 0])
         owners = {size: (Owner(), variables_of((size,))) for size in (3, 5)}
 
         def train(size: int) -> None:
