@@ -114,11 +114,15 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
                 "outside the scope of the strategy.* inside `with strategy.scope",
             ),
             ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
-            ("step_without_run", "RuntimeError", "Call the training step by `strategy"),
+            (
+                "step_without_run",
+                "RuntimeError",
+                "call the step in it by `strategy.run",
+            ),
             (
                 "step_without_run_on_distributed_data",
                 "RuntimeError",
-                "Call the training step by `strategy.run",
+                "call the step in it by `strategy.run",
             ),
             (
                 "data_differ",

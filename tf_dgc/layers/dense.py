@@ -222,6 +222,8 @@ class SplitDense(keras.layers.Dense):
         """Return outputs, [..., U], of sums of this worker's rows, [m, U]."""
         y = tf.reshape(flat, tf.concat([form, [self.units]], 0))
         y = tf.ensure_shape(y, [*shape, self.units])
+        if self._share is not None:
+            self._share.note_rows(y)
         y = y if bias is None else keras.ops.add(y, bias)
         return y if self.activation is None else self.activation(y)
 

@@ -95,6 +95,9 @@ def _call_loss(
     if not isinstance(y_pred, Logits) or not y_pred.fits(loss):
         return original(loss, y_true, y_pred, sample_weight)
     rows = cross_entropy(y_pred.parts, y_pred.place, y_true)
+    share = getattr(tf.distribute.get_strategy(), "share", None)
+    if share is not None:
+        share.note_rows(rows)
     _host.keras.copy_mask(y_pred, rows)
     alike = _OfRows(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
     return alike(y_true, rows, sample_weight)

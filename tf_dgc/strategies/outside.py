@@ -50,6 +50,8 @@ def _apply(
         return original(optimizer, grads, trainable_variables)
     if strategy.extended.several:
         variables = trainable_variables or _host.keras.variables_of(optimizer)
+        for variable in variables:
+            strategy.extended.refuse_foreign(variable)
         first = next(iter(variables), optimizer)
         raise error(getattr(first, "path", first.name))
     return strategy.run(lambda: original(optimizer, grads, trainable_variables))

@@ -325,6 +325,11 @@ class Share:
             self._meets = True
             self._losses.reading.note_same(tensor)
 
+    def note_rows(self, tensor: Any) -> None:
+        """Note what workers have computed together, of this one's rows."""
+        if self._losses is not None:
+            self._losses.reading.note_rows(tensor)
+
     def note_moments(self, moments: Sequence[Any]) -> None:
         """Note what a layer normalizes by, which is each worker's own on purpose."""
         if self._losses is not None:
