@@ -329,6 +329,8 @@ class Share:
         """Note what workers have computed together, of this one's rows."""
         if self._losses is not None:
             self._losses.reading.note_rows(tensor)
+        if (flow := _host.flow.current()) is not None:
+            flow.add([tensor])
 
     def note_moments(self, moments: Sequence[Any]) -> None:
         """Note what a layer normalizes by, which is each worker's own on purpose."""
