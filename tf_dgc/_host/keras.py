@@ -6,6 +6,7 @@ KB is keras/src/backend.
 import collections
 import contextlib
 import functools
+import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -143,6 +144,16 @@ def function_of(step: Any) -> Any:
     """Return the function of a method, maybe one made a tf.function."""
     step = _method_in(step) or getattr(step, "python_function", step)
     return getattr(step, "__func__", step)
+
+
+def is_in_fit() -> bool:
+    """Tell whether Keras's trainer runs this, in KB/tensorflow/trainer.py."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "keras.src.backend.tensorflow.trainer":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_of_keras(step: Any) -> bool:

@@ -50,7 +50,7 @@ def _apply(
         return original(optimizer, grads, trainable_variables)
     if strategy.extended.several:
         variables = trainable_variables or _host.keras.variables_of(optimizer)
-        for variable in variables:
+        for variable in variables if _host.keras.is_in_fit() else ():
             strategy.extended.refuse_foreign(variable)
         first = next(iter(variables), optimizer)
         raise error(getattr(first, "path", first.name))
