@@ -31,7 +31,7 @@ _GPU_SECONDS = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a worker knows of itself.
+    """Facts that a worker knows of itself.
 
     Attributes:
         address: "host:port", by which the others know it.

@@ -413,7 +413,7 @@ class Averaged(Exchange):
 
     @property
     def owed(self) -> Mapping[str, tf.Tensor]:
-        """What compression keeps back elsewhere."""
+        """Residuals that compression keeps in the sums themselves."""
         return self.inner.owed
 
     @property

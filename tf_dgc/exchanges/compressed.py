@@ -182,7 +182,7 @@ class Compressed(Exchange):
 
     @property
     def owed(self) -> Mapping[str, tf.Tensor]:
-        """What owners keep back, in arenas."""
+        """Return the residual of the owners, as arenas."""
         for each in self._sums:
             if (whole := each.whole()) is not None:
                 return {OWNED: whole}

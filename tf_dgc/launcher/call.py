@@ -19,7 +19,7 @@ CALL = "call"  # file of a `Call`
 
 
 class Call(NamedTuple):
-    """What all workers do."""
+    """A function that all workers call, with its arguments."""
 
     function: Any
     args: tuple[Any, ...]
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it on one worker.
+    """Outcome of the call on one worker.
 
     Attributes:
         value: what was returned.

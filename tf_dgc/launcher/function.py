@@ -25,7 +25,7 @@ _CARRIED = re.compile(r'  File "<dynamic-code>", line (\d+), in (\w+)')
 
 
 class _Cell(output.Stream):
-    """What `print` writes to in this process: a notebook's cell, or the terminal."""
+    """The stream of `print` in this process: a notebook's cell, or the terminal."""
 
     def __init__(self) -> None:
         super().__init__(1, "stdout")

@@ -23,7 +23,7 @@ _END_SECONDS = 10.0
 
 
 class View(Protocol):
-    """What decides what is seen of a job."""
+    """Rules of what is shown of a job."""
 
     terminal: Terminal | None  # for the chief
 

@@ -1,4 +1,4 @@
-"""What a worker has printed: its last lines, and what it failed by."""
+"""Transcript of a worker: its last lines, and the error that it failed by."""
 
 import collections
 import re

@@ -31,7 +31,7 @@ class _Warning:
 
 
 class Warnings:
-    """What workers have on stderr, without what the chief has, too."""
+    """Warnings of the workers on stderr, without those of the chief."""
 
     def __init__(self) -> None:
         """Begin with none."""

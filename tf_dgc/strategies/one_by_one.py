@@ -80,7 +80,7 @@ class Seat(Transport):
 
 
 class ShareInTurn(Share):
-    """What the worker whose turn it is has of the step."""
+    """Part of the step of the worker whose turn it is."""
 
     def __init__(self, seat: Seat, clips_sum: bool) -> None:
         """Create the variables, outside of any graph."""

@@ -1,4 +1,4 @@
-"""What is printed of training: by the chief, and by no other worker.
+"""Output of training, which the chief prints, and no other worker.
 
 Keras prints its progress bar, and what `verbose` asks for, on the chief only. There
 stands, too, how much the workers have sent, and that the first step takes long.

@@ -1,4 +1,4 @@
-"""Where the rows of a batch stand in what an operation makes of them.
+"""The axis of the rows of a batch in what an operation makes of them.
 
 Only operations are known here that leave each row to itself: element by element, along
 other axes than that of the rows, or by choosing rows. Anything else may bring values
@@ -124,7 +124,7 @@ def is_opaque(kind: str) -> bool:
 
 
 class Facts(NamedTuple):
-    """What is known of the rows of a step.
+    """Facts about the rows of a step.
 
     Attributes:
         static: how many, where shapes tell.

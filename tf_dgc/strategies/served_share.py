@@ -118,7 +118,7 @@ class _Sum:
 
 
 class ServedShare(Share):
-    """What a worker has of a step that all take together on servers.
+    """Part of a worker in a step that all take together on servers.
 
     Its metrics are of its own rows.
     """

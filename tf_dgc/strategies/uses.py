@@ -170,7 +170,7 @@ class AtOnce:
             with self._uses.followed():
                 yield
         finally:
-            self._model = None
+            self._model, self._uses = None, Uses()
 
     def takes(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
         """Tell whether gradients that were computed now are to be exchanged now."""
