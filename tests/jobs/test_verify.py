@@ -24,7 +24,7 @@ class Counts(keras.layers.Layer):
         self.rows.assign_add(tf.cast(tf.shape(inputs)[0], tf.float32))
         return inputs
 def contrastive(y, p):
-    return tf.reduce_mean(tf.square(p - tf.reduce_mean(p)) * y)
+    return tf.reduce_mean(tf.square(p - tf.transpose(p)) * y)
 class Largest(keras.metrics.Metric):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -362,7 +362,10 @@ class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
         traced = tf.function(step, autograph=False).get_concrete_function(*specs)
         graph = traced.graph.as_graph_def()
         nodes = [graph.node, *(each.node_def for each in graph.library.function)]
-        return collections.Counter(node.op for own in nodes for node in own)
+        # Few zeros are a constant, many are filled in.
+        return collections.Counter(
+            node.op for own in nodes for node in own if "zeros_like" not in node.name
+        )
 
     @parameterized.product(
         simulated=[True, False],

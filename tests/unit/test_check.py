@@ -133,12 +133,13 @@ class VerdictTest(unittest.TestCase):
         fatal, text = self.told(cluster({2: {"disk": 2**20}}))
         self.assertFalse(fatal)
         self.assertIn("0.0 GB are free in /backups on worker 2", text)
+        self.assertTrue(self.told(cluster({2: {"disk": 0}}))[0])
         fatal, text = self.told(cluster({2: {"obstacle": "/ cannot be written"}}))
         self.assertTrue(fatal)
         self.assertIn("Backups cannot be written in /backups on worker 2: / c", text)
 
     def test_json_has_everything(self) -> None:
-        found = cluster({2: {"disk": 0}}, clocks={1: 0.5})
+        found = cluster({2: {"disk": 2**20}}, clocks={1: 0.5})
         record = verdict.as_json(found, verdict.findings(found))
         self.assertEqual(json.loads(json.dumps(record)), record)
         self.assertTrue(record["ok"])

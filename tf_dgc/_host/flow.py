@@ -78,6 +78,13 @@ class Flow:
             self._follow_graph()
         self._reached.update((id(tensor), tensor) for tensor in tensors)
 
+    def end_at(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Follow tensors no further, as those that a collective returns."""
+        if self._graph is not None:
+            self._follow_graph()
+        for tensor in tensors:
+            self._reached.pop(id(tensor), None)
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Follow in this context, beside the flow that is the current one."""

@@ -88,6 +88,11 @@ def main(folder: pathlib.Path) -> None:
 
 
 def _failed(error: BaseException) -> Outcome:
+    if "tensorflow" not in sys.modules:  # nor is it loaded to tell of an error
+        here = error.__traceback__
+        own = error.with_traceback(here and here.tb_next)
+        trace = "".join(traceback.format_exception(own))
+        return Outcome(None, own.with_traceback(None), trace, time.time())
     tracebacks = importlib.import_module("tf_dgc._host.tracebacks")
     short = tracebacks.brief(error)
     trace = "".join(traceback.format_exception(short))

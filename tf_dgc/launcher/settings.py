@@ -76,14 +76,13 @@ def read(strategy: str, sparsity: float | None, path: str | None) -> Settings:
             a part of it.
 
     Raises:
-        ValueError, TypeError: see `Settings`; the file holds no JSON object.
-        OSError: there is no such file.
+        ValueError, TypeError: see `Settings`; no file holds a JSON object.
     """
     config: dict[str, Any] = {}
     if path is not None:
         try:
             config = json.loads(pathlib.Path(path).read_text())
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"`--config` must be a JSON file: {path}: {error}"
             ) from error

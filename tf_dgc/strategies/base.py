@@ -106,7 +106,9 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             adopted.install()
             handed_over.install()
             clips_sum = not isinstance(config, DGCConfig)
-            self.share = Share(self._transport, clips_sum, not self.lockstep)
+            averages = isinstance(config, AveragingConfig)
+            local = not self.lockstep
+            self.share = Share(self._transport, clips_sum, local, averages)
             self.own_batches = OwnBatches(self._transport)
             self.stopping = Stopping(self._transport, self._ledger, self.settle)
             self.early_ends = EarlyEnds(self._transport, self.own_batches)

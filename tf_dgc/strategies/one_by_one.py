@@ -57,10 +57,11 @@ class Seat(Transport):
         """Return the sums, or what this worker has where they are not known yet."""
         meeting, self._meetings = self._meetings, self._meetings + 1
         if meeting < len(self._sums):
-            return list(self._sums[meeting])
+            # Of the graph that asks, where what is made of them is followed back.
+            return [tf.identity(each) for each in self._sums[meeting]]
         if meeting == len(self._sums):
             self.asked = list(tensors)
-        return list(tensors)
+        return [tf.identity(each) for each in tensors]
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the rows of each worker, which are known: shape [N], float32.

@@ -41,7 +41,9 @@ class Share:
     may be called in many steps.
     """
 
-    def __init__(self, transport: Transport, clips_sum: bool, local: bool) -> None:
+    def __init__(
+        self, transport: Transport, clips_sum: bool, local: bool, averages: bool = False
+    ) -> None:
         """Create the variables, outside of any graph.
 
         Args:
@@ -49,9 +51,11 @@ class Share:
             clips_sum: whether optimizers clip what was exchanged, not what a worker
                 brings to the exchange.
             local: whether a step is this worker's alone.
+            averages: whether all but the first steps are, of which weights are
+                averaged.
         """
         self._transport = transport
-        self._local = local
+        self._local, self._sums = local, not (local or averages)
         self.clips_sum = clips_sum
         own = tf.VariableSynchronization.NONE
         # What is done next depends on them.
@@ -78,7 +82,11 @@ class Share:
         self._said: set[str] = set()
         # Models whose metrics were looked at, eagerly.
         self._counted: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-        self._at_once = AtOnce(clips_sum and not local, self._say, self._in_branch)
+        self._at_once = AtOnce(
+            clips_sum and self._sums,
+            self._say if self._sums else lambda _: None,
+            self._in_branch,
+        )
         self._small_steps = SmallSteps()
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -494,7 +502,7 @@ class Share:
         Raises:
             ValueError: they are not of this step.
         """
-        if self._local:  # a step is this worker's alone
+        if not self._sums:  # a step is this worker's alone
             return list(gradients)
         variables = self._variables_of(gradients)
         if variables is None or any(bands.is_split(v) for v in variables):
@@ -520,6 +528,7 @@ class Share:
         for own, all_ in zip(gradients, done, strict=True):
             pairs = zip(_parts_of(own), _parts_of(all_), strict=True)
             self._early |= {id(one): other for one, other in pairs}
+        self._at_once.end_at(part for g in done for part in _parts_of(g))
         self._computed.append((done, variables))
         return done
 
@@ -576,7 +585,7 @@ class Share:
         own = {id(g) for g in given if g is not None}
         whole = next((c for c, _ in self._computed if own & {id(g) for g in c}), None)
         several = len(given) > 1 and self._variables_of(given) is not None
-        if self._local or not own or (whole is None and not several):
+        if not (self._sums and own) or (whole is None and not several):
             return given
         if not self.clips_sum:
             line = _host.operations.own_line()

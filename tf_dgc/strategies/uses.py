@@ -96,6 +96,10 @@ class Uses:
         self._gradients |= found
         self._flow.add(found.values())
 
+    def end_at(self, gradients: Iterable[Any]) -> None:
+        """Take gradients, as tensors, for those of all workers."""
+        self._flow.end_at(gradients)
+
     def reaches(self, value: Any) -> bool:
         """Tell whether a tensor, or something else, depends on gradients."""
         if not isinstance(value, tf.Tensor) or _graph() is not self._graph:
@@ -184,6 +188,10 @@ class AtOnce:
         """Take gradients, as tensors, that are exchanged where they are applied."""
         if self._model is not None:
             self._uses.add(gradients)
+
+    def end_at(self, gradients: Iterable[Any]) -> None:
+        """Take gradients, as tensors, that were exchanged."""
+        self._uses.end_at(gradients)
 
     def look_at(self, losses: Iterable[Any]) -> None:
         """Look at losses of which further gradients are computed."""
