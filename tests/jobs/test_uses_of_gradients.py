@@ -39,6 +39,10 @@ class UsesTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(pool.WorkerError, "without an optimizer"):
             trained("collective", 2, name="without_an_optimizer", strategy="dgc")
 
+    def test_a_condition_that_each_worker_decides_is_refused(self) -> None:
+        with self.assertRaisesRegex(pool.WorkerError, "decides it by its own rows"):
+            trained("collective", 2, name="by_an_order")
+
 
 if __name__ == "__main__":
     tf.test.main()

@@ -150,6 +150,35 @@ def skipped_by_a_loss(model: Model, x: Any, y: Any) -> dict[str, Any]:
     return {"loss": loss}
 
 
+def guarded_by_a_loss(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    loss, gradients = model.gradients(x, y)
+
+    def skip() -> None:
+        model.count.assign_add(1)
+
+    sound = (loss > 12.0) & tf.math.is_finite(loss)
+    tf.cond(sound, lambda: model.apply(gradients), skip)
+    return {"loss": loss, "skipped": tf.cast(model.count, tf.float32)}
+
+
+def by_the_largest_error(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    loss, gradients = model.gradients(x, y)
+    errors = tf.abs(model(x) - y)
+    tf.cond(
+        tf.reduce_max(errors) > 6.0,
+        lambda: model.apply(gradients),
+        lambda: model.apply([0.1 * g for g in gradients]),
+    )
+    return {"loss": loss, "most": tf.reduce_max(errors), "least": tf.reduce_min(errors)}
+
+
+def by_an_order(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    loss, gradients = model.gradients(x, y)
+    middle = tf.sort(tf.reshape(model(x), [-1]))[0]
+    tf.cond(middle > 0, lambda: model.apply(gradients), lambda: None)
+    return {"loss": loss}
+
+
 def through_a_step(model: Model, x: Any, y: Any) -> dict[str, Any]:
     with tf.GradientTape() as outer:
         _, (kernel, bias) = model.gradients(x, y)
@@ -174,8 +203,11 @@ STEPS = {
         against_inputs,
         accumulated,
         scaled_and_added,
+        guarded_by_a_loss,
+        by_the_largest_error,
     )
 }
+REFUSED = {"by_an_order": by_an_order}
 TOLD = {step.__name__: step for step in (skipped_by_a_loss, through_a_step)}
 
 
@@ -191,7 +223,7 @@ def trained(name: str, eager: bool = False, strategy: str = "dense") -> Any:
     y = x @ np.arange(float(FEATURES), dtype="float32")[:, np.newaxis]
     keras.utils.set_random_seed(5)
     with made.scope():
-        model = Model((STEPS | TOLD)[name])
+        model = Model((STEPS | TOLD | REFUSED)[name])
         optimizer = keras.optimizers.SGD(0.01)
         model.compile(optimizer, run_eagerly=eager)
         history = model.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0).history

@@ -120,6 +120,7 @@ OTHERS: dict[str, Form] = {
     ),
     "decorrelated": decorrelated,
     "by classes": weighted_by_classes,
+    "largest of rows": lambda x, y, w, n: tf.reduce_max(squares(x, y, w)),
 }
 
 
@@ -167,6 +168,29 @@ def three_levels(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
     return tf.reduce_sum(large * tf.square(z - y)) / tf.reduce_sum(large)
 
 
+def above_half(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    each = squares(x, y, w)[:, 0]
+    large = tf.cast(each > 0.5 * tf.reduce_max(each), tf.float32)
+    return tf.reduce_sum(each * large) / tf.reduce_sum(large)
+
+
+def stable(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = squares(x, y, w)
+    largest = tf.reduce_max(z)
+    return largest + tf.math.log(tf.reduce_sum(tf.exp(z - largest)))
+
+
+def extent(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = tf.tanh(x @ w)
+    return tf.reduce_sum(tf.square(tf.reduce_max(z, 0) - tf.reduce_min(z, 0)))
+
+
+def if_any(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    mean = tf.reduce_mean(squares(x, y, w))
+    some, every = tf.reduce_any(y > 0.8), tf.reduce_all(y > -9.0)
+    return tf.where(some & every, 2.0 * mean, mean)
+
+
 # Sums go back into each row.
 NESTED: dict[str, Form] = {
     "correlation": correlation,
@@ -178,6 +202,8 @@ NESTED: dict[str, Form] = {
     "balanced": balanced,
     "standardized": standardized,
     "three levels": three_levels,
+    "above half": above_half,
+    "stable": stable,
     "square of a part": lambda x, y, w, n: tf.reduce_sum(
         tf.square(squares(x, y, w) / tf.reduce_sum(squares(x, y, w)))
     ),
@@ -185,7 +211,7 @@ NESTED: dict[str, Form] = {
         tf.abs(squares(x, y, w) - tf.reduce_mean(squares(x, y, w))), 1
     ),
 }
-OTHERS |= NESTED
+OTHERS |= NESTED | {"extent": extent, "if any": if_any}
 ALL = MEANS | SUMS | OTHERS
 
 
@@ -197,12 +223,6 @@ def similarities(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
     return tf.reduce_mean(each)
 
 
-def above_half(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
-    each = squares(x, y, w)[:, 0]
-    large = tf.cast(each > 0.5 * tf.reduce_max(each), tf.float32)
-    return tf.reduce_sum(each * large) / tf.reduce_sum(large)
-
-
 def between(z: tf.Tensor) -> tf.Tensor:
     """Return differences of rows from one another."""
     return z[:, :1] - tf.transpose(z[:, :1])
@@ -211,7 +231,6 @@ def between(z: tf.Tensor) -> tf.Tensor:
 # Rows meet rows.
 MOVED: dict[str, Form] = {
     "similarities": similarities,
-    "above half": above_half,
     "pairs": lambda x, y, w, n: tf.reduce_mean(
         tf.cast(between(y) > 0, tf.float32) * tf.nn.softplus(-between(x @ w))
     ),
@@ -253,6 +272,7 @@ def of_share(
     form: Form,
     w: tf.Variable,
     totals: list[list[tf.Tensor]],
+    rank: int,
     x: tf.Tensor,
     y: tf.Tensor,
 ) -> tuple[Any, Any, Any, list[list[tf.Tensor]]]:
@@ -262,6 +282,7 @@ def of_share(
         form: of the loss.
         w: what is trained.
         totals: of all workers, of the exchanges that are known.
+        rank: of this worker.
         x: of this worker.
         y: of this worker.
     """
@@ -275,7 +296,7 @@ def of_share(
     static = None if x.shape[0] is None else int(x.shape[0])
     reading = readings.Reading([x, y], [], static)
     reading.asked = int(N)
-    read = losses.Losses(reading, int(N), total)
+    read = losses.Losses(reading, int(N), total, rank)
     with _host.operations.recorded():
         with tf.GradientTape() as tape:
             loss = form(x, y, w, N)
@@ -313,7 +334,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
 
         def call(x: tf.Tensor, y: tf.Tensor) -> None:
             with self.assertRaises(losses.NotKnown):
-                of_share(form, w, [], x, y)
+                of_share(form, w, [], 0, x, y)
 
         if eager:
             call(x, y)
@@ -335,21 +356,23 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             if not eager:
                 way: list[Any] = []
 
-                def traced(x: tf.Tensor, y: tf.Tensor) -> Any:
-                    found_way, *rest = of_share(form, w, totals, x, y)
+                def traced(rank: Any, x: tf.Tensor, y: tf.Tensor) -> Any:
+                    found_way, *rest = of_share(form, w, totals, rank, x, y)
                     way[:] = found_way or ()
                     return rest
 
-                signature = [tf.TensorSpec([None, 5]), tf.TensorSpec([None, 2])]
+                number = tf.TensorSpec([], tf.int32)
+                signature = [number, tf.TensorSpec([None, 5]), tf.TensorSpec([None, 2])]
                 signature = None if known else signature
                 function = tf.function(traced, signature, autograph=False)
 
-                def call(x: tf.Tensor, y: tf.Tensor) -> Any:
-                    rest = function(x, y)
+                def call(rank: Any, x: tf.Tensor, y: tf.Tensor) -> Any:
+                    rest = function(rank, x, y)
                     return tuple(way) or None, *rest
 
-            for start, stop in SHARES:
-                way_found, *rest = call(x[start:stop], y[start:stop])
+            for rank, (start, stop) in enumerate(SHARES):
+                shares = x[start:stop], y[start:stop]
+                way_found, *rest = call(tf.constant(rank), *shares)
                 ways.add(way_found)
                 results.append(rest)
             return results

@@ -440,6 +440,7 @@ class HostTest(tf.test.TestCase):
 PUBLIC = {
     "FuncGraph",
     "caller",
+    "cond",
     "get",
     "get_default",
     "get_default_graph",

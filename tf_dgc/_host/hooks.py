@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc._host import keras as host
-from tf_dgc._host import probe
+from tf_dgc._host import operations, probe
 
 with probe.imports():
     from keras.src.losses import loss as loss_module
@@ -25,6 +25,7 @@ with probe.imports():
     from tensorflow.python.data.ops import batch_op, interleave_op, map_op, readers
     from tensorflow.python.data.util import random_seed as data_random_seed
     from tensorflow.python.framework import random_seed
+    from tensorflow.python.ops import cond as cond_module
 
 
 def wanted() -> list[tuple[Any, str]]:
@@ -35,6 +36,7 @@ def wanted() -> list[tuple[Any, str]]:
         (interleave_op, "_ParallelInterleaveDataset"),
         (map_op, "_ParallelMapDataset"),
         (readers, "ParallelInterleaveDataset"),
+        (cond_module, "cond"),
         (data_random_seed, "get_seed"),
         (random_seed, "get_seed"),
         (array_data_adapter, "ArrayDataAdapter"),
@@ -181,6 +183,7 @@ def wrap(name: str, hook: Callable[..., Any]) -> None:
         "clip by norm": (tf, "clip_by_norm"),
         "clip by value": (tf, "clip_by_value"),
         "global norm": (tf.linalg, "global_norm"),
+        "condition": (cond_module, "cond"),
         "print": (io_utils, "print_msg"),
         "set strategy": (tf.distribute, "experimental_set_strategy"),
         "cache": (tf.data.Dataset, "cache"),
@@ -261,6 +264,7 @@ def hook_share() -> None:
     wrap("clip by norm", _clip_that_of_all)
     wrap("clip by value", _clip_that_of_all)
     wrap("global norm", _clip_those_of_all)
+    wrap("condition", _decide_together)
 
 
 # They clip what was exchanged, without a strategy.
@@ -390,6 +394,16 @@ def _clip_those_of_all(
     if share is not None and isinstance(t_list, list | tuple):
         t_list = share.clipping(t_list)
     return original(t_list, *args, **kwargs)
+
+
+def _decide_together(
+    original: Callable[..., Any], pred: Any, *args: Any, **kw: Any
+) -> Any:
+    share = _share_of(tf.distribute.get_strategy())
+    if share is None or not operations.is_of_user():
+        return original(pred, *args, **kw)
+    with share.decided(pred) as whole:
+        return original(whole, *args, **kw)
 
 
 def _clip_that_of_all(

@@ -157,6 +157,16 @@ def called_by_library() -> bool:
     return any(part in name for part in _LIBRARIES)
 
 
+def is_of_user() -> bool:
+    """Tell whether a script, not Keras or this package, calls TensorFlow now."""
+    frame: Any = inspect.currentframe()
+    for part in ("/tf_dgc/", "/tensorflow/"):
+        while frame is not None and part in frame.f_code.co_filename:
+            frame = frame.f_back
+    name = "" if frame is None else frame.f_code.co_filename
+    return not any(part in name for part in _LIBRARIES)
+
+
 def _line_of(frames: Sequence[Any]) -> str:
     for frame in reversed(list(frames)):
         name = frame.filename.replace("\\", "/")

@@ -458,6 +458,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         The variables whose momentum the exchange has taken over are updated with the
         optimizer's own momentum suspended.
         """
+        if self.share is not None:
+            self.share.refuse_undecided()
         workers = self._mesh.replicas
         self._warn(optimizers.warnings_about(optimizer, workers, self._config))
         for g, variable in pairs:  # some are changed in the exchange itself

@@ -25,7 +25,17 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import readings, row_axes
-from tf_dgc.strategies.readings import CONSTANT, COUNT, MEAN, NUMBER, ROWS, SUM, UNKNOWN
+from tf_dgc.strategies.readings import (
+    CONSTANT,
+    COUNT,
+    LARGEST,
+    MEAN,
+    NUMBER,
+    ROWS,
+    SMALLEST,
+    SUM,
+    UNKNOWN,
+)
 
 # Ways in which gradients of workers become one: a mean by rows, or a sum.
 BY_ROWS, SUMMED = "by rows", "summed"
@@ -41,6 +51,7 @@ class Cut(NamedTuple):
         local: sum over this worker's rows, shape [S]; None for constants.
         inverse: by what the sum was divided to be the tensor: shape [].
         nested: whether sums of all go into its rows, which are computed again.
+        best: LARGEST or SMALLEST, where that of all workers is wanted, not their sum.
     """
 
     key: Any
@@ -48,6 +59,7 @@ class Cut(NamedTuple):
     local: Any
     inverse: Any
     nested: bool = False
+    best: str = ""
 
 
 class _Given(NamedTuple):
@@ -96,6 +108,7 @@ class Losses:
         reading: readings.Reading,
         size: int,
         total: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        rank: Any = 0,
     ) -> None:
         """Begin with none.
 
@@ -103,9 +116,13 @@ class Losses:
             reading: of the step's tensors.
             size: N.
             total: returns the sums of numbers over all workers, all of which call it.
+            rank: of this worker.
         """
         self.reading, self._size, self._total = reading, size, total
+        self._rank = rank
         self._totals: dict[Any, tf.Tensor] = {}  # by the keys of cuts
+        # What this worker's extremes count in the gradient of those of all.
+        self._winners: dict[Any, tf.Tensor] = {}
         self._cuts: dict[Any, Cut] = {}
         # Workers that have rows.
         self._present = Cut("present", None, tf.ones([]), 1.0)
@@ -177,6 +194,15 @@ class Losses:
         given, _ = self._given(self._cuts_of(targets), None)
         return self._sum(targets, given.numbers)
 
+    def again(self, tensor: Any) -> tf.Tensor:
+        """Return a number, of any type, as one process has it; all workers call this.
+
+        Raises:
+            NotKnown: it is not made of sums over rows.
+        """
+        given, _ = self._given(self._cuts_of([tensor]), None)
+        return self._value(tensor, given.numbers)
+
     def _cuts_of(self, targets: Sequence[Any]) -> list[Cut]:
         return list({c.key: c for t in targets for c in self._parts(t)}.values())
 
@@ -188,7 +214,8 @@ class Losses:
         tensor = cut.tensor
         if cut.local is None:  # all workers compute the same of it
             return tf.cast(slope / tf.cast(present, slope.dtype), tensor.dtype)
-        by = tf.cast(slope * tf.cast(cut.inverse, slope.dtype), tensor.dtype)
+        inverse = self._winners[cut.key] if cut.best else cut.inverse
+        by = tf.cast(slope * tf.cast(inverse, slope.dtype), tensor.dtype)
         return tf.broadcast_to(by, tf.shape(tensor))
 
     # The sums.
@@ -239,6 +266,7 @@ class Losses:
         known, key = self.reading.of(tensor), id(tensor)
         if key in self._cuts:
             return self._cuts[key]
+        best = known.origin if known.origin in (LARGEST, SMALLEST) else ""
         if known.kind == NUMBER and not tensor.shape.is_fully_defined():
             raise NotKnown(self.reading.line_of(tensor))  # workers may have other sizes
         inverse = tf.ones([])
@@ -259,7 +287,8 @@ class Losses:
             found = found - 1.0 + 1.0 / self._size
         # There may be a mean of nothing.
         local = tf.math.multiply_no_nan(found, tf.cast(inverse, found.dtype))
-        self._cuts[key] = Cut(key, tensor, local, inverse)
+        local = found if best else local
+        self._cuts[key] = Cut(key, tensor, local, inverse, best=best)
         return self._cuts[key]
 
     # Level by level.
@@ -420,9 +449,18 @@ class Losses:
         ]
         missing = [(c, mine) for c, mine in made if c.key not in self._totals]
         if missing:
-            found = self._total([tf.stop_gradient(mine) for _, mine in missing])
-            pairs = zip(missing, found, strict=True)
-            self._totals |= {c.key: total for (c, _), total in pairs}
+            stopped = [tf.stop_gradient(mine) for _, mine in missing]
+            given = [
+                self._spread(mine) if cut.best else mine
+                for (cut, _), mine in zip(missing, stopped, strict=True)
+            ]
+            if any(cut.best for cut, _ in missing):
+                given.append(self._spread(tf.ones([])))
+            found = self._total(given)
+            for (cut, mine), total in zip(missing, found, strict=False):
+                self._totals[cut.key] = (
+                    self._best(cut, mine, total, found[-1]) if cut.best else total
+                )
         return [
             _number(cut.tensor)
             if mine is None
@@ -431,6 +469,35 @@ class Losses:
             else tf.identity(self._totals[cut.key])
             for cut, mine in zip(cuts, local, strict=True)
         ]
+
+    def _spread(self, mine: tf.Tensor) -> tf.Tensor:
+        """Return zeros for all workers, shape [N, *S], with what this one has."""
+        own = tf.reshape(
+            tf.range(self._size) == self._rank, [-1] + [1] * mine.shape.rank
+        )
+        return tf.where(own, mine, tf.zeros_like(mine))
+
+    def _best(
+        self, cut: Cut, mine: tf.Tensor, every: tf.Tensor, present: tf.Tensor
+    ) -> tf.Tensor:
+        """Return the largest, or smallest, of what workers with rows have.
+
+        Args:
+            cut: what it is of.
+            mine: of this worker: shape [S].
+            every: of all: shape [N, *S].
+            present: not 0 for workers that have rows: shape [N].
+        """
+        large = cut.best == LARGEST
+        present = tf.reshape(present, [-1] + [1] * mine.shape.rank)
+        worst = tf.constant(float("-inf" if large else "inf"), every.dtype)
+        by = tf.cast(present, every.dtype)
+        every = tf.where(present > 0.0, every / by, worst)
+        found = (tf.reduce_max if large else tf.reduce_min)(every, axis=0)
+        winners = tf.reduce_sum(tf.cast(every == found, every.dtype), axis=0)
+        won = tf.cast(mine == found, every.dtype)
+        self._winners[cut.key] = tf.math.divide_no_nan(won, winners)
+        return found
 
     # F.
 

@@ -29,6 +29,7 @@ _MEETINGS = ("Collective", "Horovod")
 
 # Terms of numbers, each with the power of N that multiplies it.
 MEAN, SUM, COUNT = "mean", "sum", "count"
+LARGEST, SMALLEST = "largest", "smallest"
 _THE_ROWS = "the rows"  # extent: as many as the batch has, or a multiple
 SPLITS = "splits"  # one more, of ragged tensors
 
@@ -42,6 +43,7 @@ _SAME = {
 _DIVISIONS = {"RealDiv", "DivNoNan", "Div", "Xdivy", "FloorDiv", "TruncateDiv"}
 _SCALE = {"Mul", "RealDiv", "DivNoNan", "Div"}
 _REDUCTIONS = {"Sum", "Mean"}
+_EXTREMES = {"Max": LARGEST, "Any": LARGEST, "Min": SMALLEST, "All": SMALLEST}
 _SUMS = {"L2Loss", "UnsortedSegmentSum", "SegmentSum", "DenseBincount", "Bincount"}
 _CHOOSING = {"GatherV2", "GatherNd"}  # by indices
 _CREATING = {"Fill", "BroadcastTo", "Tile", "Zeros", "Empty"}
@@ -59,7 +61,7 @@ class Known(NamedTuple):
         scales: of rows: numbers, shape [], by which all of them were multiplied, and
             whether they were divided instead.
         terms: of a number: pairs of a term and a power of N; None for others.
-        origin: of a number that is made of rows: MEAN, SUM or COUNT.
+        origin: of a number that is made of rows: MEAN, SUM, COUNT, LARGEST or SMALLEST.
         nested: of rows, and of numbers that are made of them: whether numbers have gone
             into each row otherwise than by `scales`.
         picks: of rows: whether they may be positions of rows, in their order; of a
@@ -334,12 +336,16 @@ class Reading:
             return self._reduced(first, False, nested)
         if kind == "L2Loss":
             return self._reduced(first, False, nested)
-        if kind in _REDUCTIONS and first.kind == ROWS and first.axis is not None:
-            axes = tf.get_static_value(operation.inputs[1])
-            rank = operation.inputs[0].shape.rank
-            if axes is not None and rank is not None:
-                if first.axis in {int(axis) % rank for axis in axes.reshape([-1])}:
-                    return self._reduced(first, kind == "Mean", nested)
+        over_rows = kind in _REDUCTIONS | _EXTREMES.keys() and _is_over(
+            operation, first.axis if first.kind == ROWS else None
+        )
+        if kind in _EXTREMES and (over_rows or tensor.shape.rank == 0):
+            if scales or nested:
+                return _UNKNOWN
+            origin = _EXTREMES[kind]
+            return Known(NUMBER, first.extent, first.axis, (), None, origin)
+        if over_rows:
+            return self._reduced(first, kind == "Mean", nested)
         if kind in _REDUCTIONS and not tensor.shape.rank:
             known = tensor.shape.rank == 0
             return self._reduced(first, kind == "Mean", nested) if known else _UNKNOWN
@@ -519,6 +525,15 @@ def _product(one: Any, by: Any) -> Any:
     if term != CONSTANT:
         return None
     return frozenset((each, p + power) for each, p in one)
+
+
+def _is_over(operation: Operation, axis: int | None) -> bool:
+    """Tell whether an operation reduces over an axis; False where nobody knows."""
+    axes = tf.get_static_value(operation.inputs[1])
+    rank = operation.inputs[0].shape.rank
+    if None in (axis, rank) or axes is None:
+        return False
+    return axis in {int(each) % rank for each in axes.reshape([-1])}
 
 
 def _is_zero(tensor: Any) -> bool:

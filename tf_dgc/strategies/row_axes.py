@@ -444,7 +444,7 @@ def _gathered(
     known = None not in axes.values() and None not in ranks and at is not None
     if not known:
         return axis_by_shape(facts, tensor)
-    at, batch = int(at) % ranks[0], batch % ranks[1] if ranks[1] else 0
+    at, batch = int(at) % ranks[0], batch + ranks[1] if batch < 0 else batch
     rows, own = axes.get(0), axes.get(1)
     if rows is None:
         if own is None:

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from tf_dgc.exchanges import Part
 from tf_dgc.strategies import added_up, replicas, slicing
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import BY_ROWS, DONE, SUMMED, Losses, NotKnown
-from tf_dgc.strategies.readings import ROWS, Reading
+from tf_dgc.strategies.readings import CONSTANT, NUMBER, ROWS, Reading
 from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport, sums
 
@@ -79,6 +79,7 @@ class Share:
         self._early: dict[int, Any] = {}  # gradients of all, by this worker's
         self._before: dict[int, str] = {}  # ways of those that were exchanged
         self._updated: set[int] = set()  # variables that optimizers have updated
+        self._undecided: list[str] = []  # lines of conditions that are built now
         self._said: set[str] = set()
         # Models whose metrics were looked at, eagerly.
         self._counted: weakref.WeakSet[keras.Model] = weakref.WeakSet()
@@ -153,7 +154,7 @@ class Share:
         """Run a step, so that its losses can be read."""
         size = self._transport.size
         reading = Reading(*slicing.tensors_of(args), size)
-        self._losses = Losses(reading, size, self._total)
+        self._losses = Losses(reading, size, self._total, self._transport.rank)
         with _host.operations.recorded() as writes:
             logs = step(args)
             self._at_once.look_at_results(logs)
@@ -598,6 +599,57 @@ class Share:
         if own.isdisjoint(self._early):
             self.exchanged(given if whole is None else whole)
         return [self._early.get(id(g), g) for g in given]
+
+    # Conditions.
+
+    @contextlib.contextmanager
+    def decided(self, condition: Any) -> Iterator[Any]:
+        """Decide as one process does while a condition, and what it guards, is built.
+
+        All workers call this.
+
+        Args:
+            condition: shape [], bool.
+
+        Yields:
+            The condition, of the rows of all workers where it is of sums over rows.
+        """
+        losses, whole = self._losses, None
+        if losses is None or self._local or not isinstance(condition, tf.Tensor):
+            yield condition
+            return
+        kind = losses.reading.of(condition).kind
+        if kind == CONSTANT:
+            yield condition
+            return
+        if kind == NUMBER:
+            with contextlib.suppress(NotKnown):
+                whole = losses.again(condition)
+                losses.reading.note_same(whole)
+        if whole is not None:
+            yield whole
+            return
+        self._undecided.append(_host.operations.own_line())
+        try:
+            yield condition
+        finally:
+            self._undecided.pop()
+
+    def refuse_undecided(self) -> None:
+        """Refuse an exchange where workers may decide otherwise whether to hold it.
+
+        Raises:
+            ValueError: a condition that is each worker's own guards it.
+        """
+        if self._undecided and self._sums:
+            line = self._undecided[-1]
+            raise ValueError(
+                f"The condition{f' at {line}' * bool(line)} decides whether an "
+                "optimizer is applied, and each worker decides it by its own rows: "
+                "some would wait for others. Decide by sums, means or extremes of "
+                "rows, which are taken over those of all workers; or by what "
+                "tf.distribute.get_replica_context().all_reduce(...) returns"
+            )
 
     # Means in metrics.
 
