@@ -6,12 +6,17 @@ In every task of a TF_CONFIG with jobs "ps" and "worker":
     python examples/downpour.py --max-staleness 4 --slow 0.1
     python examples/downpour.py --sparsity 0.99
 
+    tf-dgc-run -n 2 --ps 2 --restarts 3 examples/downpour.py --lost-after 20
+
 Tasks of type "ps" serve until they get a signal. `--slow` lets worker 1 sleep in each
 step, which holds the others back only where there is a bound of staleness. `--sparsity`
 pushes the largest elements only, and fetches those that have changed, with SGD.
+`--lost-after` kills worker 1 in the midst of the training; `--restarts` starts it anew.
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -35,6 +40,20 @@ class Slow(keras.callbacks.Callback):
         time.sleep(self.seconds)
 
 
+class Lost(keras.callbacks.Callback):
+    """Kills its worker after some steps, as if the machine had been taken away."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts steps."""
+        self.steps -= 1
+        if not self.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -46,6 +65,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD")
     parser.add_argument("--width", type=int, default=128, help="of the dense layer")
     parser.add_argument("--slow", type=float, default=0.0, help="seconds, of worker 1")
+    parser.add_argument("--lost-after", type=int, metavar="S", help="steps of worker 1")
+    parser.add_argument("--liveness", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="of all workers")
     parser.add_argument("--verbose", type=int, default=2, help="as in Model.fit")
@@ -63,6 +84,7 @@ def main() -> int:
         push_period=args.push_period,
         max_staleness=args.max_staleness,
         compression=compression,
+        liveness=args.liveness,
     )
     # Before any TensorFlow operation runs. A server stays here.
     strategy = tf_dgc.DownpourStrategy(config)
@@ -78,6 +100,9 @@ def main() -> int:
     callbacks: list[Any] = [tf_dgc.callbacks.CompressionStats()]
     if args.slow and strategy.rank == 1:
         callbacks.append(Slow(args.slow))
+    again = os.environ.get("TF_DGC_ATTEMPT", "0") != "0"
+    if args.lost_after and strategy.rank == 1 and not again:
+        callbacks.append(Lost(args.lost_after))
     begin = time.perf_counter()
     model.fit(
         data.batch(args.batch_size),

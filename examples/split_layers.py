@@ -1,8 +1,8 @@
 """Train AlexNet's shape on images of 32 x 32 pixels, its dense layers split.
 
-    tf-dgc-run -n 4 python examples/split_layers.py
-    tf-dgc-run -n 4 python examples/split_layers.py --features 512 --classes 200000
-    tf-dgc-run -n 4 python examples/split_layers.py --whole
+    tf-dgc-run -n 4 examples/split_layers.py
+    tf-dgc-run -n 4 examples/split_layers.py --features 512 --classes 200000
+    tf-dgc-run -n 4 examples/split_layers.py --whole
 
 Convolutions are data-parallel and compressed; each worker has a part of each large
 dense layer. `--features` leaves out all but a last layer on so many features; `--whole`

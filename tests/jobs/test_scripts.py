@@ -1,7 +1,7 @@
 """Scripts as they are published: on two workers they do what they do on one.
 
 Each stands in scripts/ once, as it is for several workers. What it has more than its
-single-worker form are the lines that README promises, and nothing else.
+single-worker form are the lines that the tutorial on images adds, and nothing else.
 """
 
 import concurrent.futures
@@ -65,7 +65,7 @@ figures = {"runs": [train(2, kept), train(4, kept)], "whole": whole}
 
 
 def plain(name: str) -> str:
-    """Return a script without the lines that README's diff adds."""
+    """Return a script without the lines that the tutorial's diff adds."""
     text = script(name)
     made = "strategy = tf_dgc.DenseStrategy()\n"
     if name in OF_STRATEGIES:
@@ -145,15 +145,16 @@ class DifferenceTest(parameterized.TestCase):
     """What a script has more than its form for one process."""
 
     @named(*(name for name in NAMES if name not in OF_STRATEGIES))
-    def test_it_is_what_readme_adds(self, name: str) -> None:
-        readme = (launch.ROOT / "README.md").read_text()
+    def test_it_is_what_the_tutorial_adds(self, name: str) -> None:
+        page = launch.ROOT / "docs" / "tutorials" / "image-classifier.md"
+        tutorial = page.read_text()
         promised = [
             r"import tf_dgc",
             r"strategy = tf_dgc\.",
             r"with strategy.scope\(\):",
         ]
         for each in promised:
-            self.assertRegex(readme, rf"(?m)^\+{each}")
+            self.assertRegex(tutorial, rf"(?m)^\+{each}")
         one, several = (
             [line.strip() for line in text.splitlines()]
             for text in (plain(name), script(name))

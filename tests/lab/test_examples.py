@@ -88,6 +88,12 @@ class ExamplesTest(unittest.TestCase):
         self.assertLess(number_behind("epoch 4: loss", lines), 1.5)
         self.assert_compressed(lines, at_least=5)
 
+    def test_text(self) -> None:
+        lines = run_example("text", "--epochs", "1", "--ratio", "20")
+        self.assertIn("weights            bit-identical on all workers", lines)
+        self.assertLess(number_behind("loss", lines), 2)  # log(28) is 3.3
+        self.assert_compressed(lines, at_least=19)
+
     def test_local_sgd(self) -> None:
         lines = run_example("local_sgd", "--epochs", "4", "--period", "8")
         # 18 steps an epoch: two rounds and one at its end.
