@@ -128,7 +128,7 @@ def _compare(
 
 
 def _comparable(script: dict[str, Any], logs: Any) -> Any:
-    """Leave out of logs what differs by design: see README on rows."""
+    """Leave out of logs what differs by design: see docs/how-to/input.md."""
     if isinstance(logs, dict) and drawn.logs_are_rough(script):
         return {
             key: value for key, value in logs.items() if not re.search("loss|own", key)
