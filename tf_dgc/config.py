@@ -49,8 +49,8 @@ class DGCConfig(_Settings):
     """Settings of Deep Gradient Compression.
 
     Without a `sparsity` the values that are sent, how many, and masking are what
-    docs/parity.md found best; with one they are as in the paper. `DGCConfig.paper()` is
-    the paper's own setting.
+    docs/evidence/accuracy.md found best; with one they are as in the paper.
+    `DGCConfig.paper()` is the paper's own setting.
 
     Attributes:
         sparsity: fraction of the elements that is NOT sent, in [0, 1). 0.999 sends
@@ -70,7 +70,7 @@ class DGCConfig(_Settings):
         momentum_masking: clear the velocity of the elements that were sent; not where
             everything is, at a sparsity of 0 or because it is cheaper. Of SGD. By
             default as in the paper where there is a `sparsity`; else not, with which
-            short trainings are better off, see docs/parity.md.
+            short trainings are better off, see docs/evidence/accuracy.md.
         rate_correction: where the learning rate falls to half of the last step's or
             less, what waits is multiplied by as much, so that it counts at the new
             rate. With `momentum_correction` only; else what waits are gradients.

@@ -57,8 +57,9 @@ class StepTest(StepCase):
         # What workers tell one another, the vector of the reduction; and, in the first
         # step and every so many, whether they are alike.
         self.assertEqual(waits("dense"), {"Reshape": 1, "If": 2})
-        # Where a step of DGC waits docs/performance.md says; the sums are of figures of
-        # messages. Three of the lists are made only where too many elements pass.
+        # docs/evidence/performance.md says where a step of DGC waits; the sums are of
+        # figures of messages. Three of the lists are made only where too many elements
+        # pass.
         dgc = {"AddV2": 2, "If": 3, "Reshape": 1, "StatelessIf": 2, "Where": 7}
         self.assertEqual(waits(FAST), {**dgc, "While": 1})
 

@@ -1,7 +1,7 @@
 """A budget of bytes -> sparsity and warm-up. Pure functions of shapes.
 
 Half of the bytes of a training go into its warm-up, where its length is known; see
-docs/parity.md.
+docs/evidence/accuracy.md.
 """
 
 import math

@@ -113,7 +113,7 @@ def warnings_about(
         f"{optimizer.name}: momentum={momentum.factor:g} on the servers and gradients "
         "that come late: the largest learning rate that is stable is many times "
         "smaller than on one worker. Use momentum=0, Adagrad or Adam, or a rate by the "
-        "table in docs/downpour.md"
+        "table in docs/how-it-works/servers.md"
     ]
 
 
