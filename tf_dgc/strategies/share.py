@@ -480,7 +480,8 @@ class Share:
             "and means over rows: its gradient counts as that of a mean of each "
             "worker's rows, which one process may compute otherwise. Where rows meet "
             "rows, gather them before, in `train_step`: "
-            "tf.distribute.get_replica_context().all_gather(rows, 0); see docs/data.md"
+            "tf.distribute.get_replica_context().all_gather(rows, 0); see "
+            "docs/how-to/steps-of-your-own.md"
         )
 
     def _say_doubtful(self, line: str) -> None:
