@@ -44,16 +44,26 @@ from tf_dgc.servers.shared import Servers, Twins
 
 
 class ServerStats(NamedTuple):
-    """What a worker did with the servers, since it began."""
+    """Traffic of a worker with the servers, since it began.
 
-    pushes: tf.Tensor  # shape [], int64; of this worker
-    pulls: tf.Tensor  # shape [], int64; of this worker
-    staleness: tf.Tensor  # shape [], float64; sum over its pushes
-    sent_bytes: tf.Tensor  # shape [], int64; gradients
-    received_bytes: tf.Tensor  # shape [], int64; parameters
-    all_pushes: tf.Tensor  # shape [], int64; of all workers, as far as it knows;
-    #   of steps, where they are taken together
-    dropped: tf.Tensor  # shape [], int64; its gradients that came too late for a step
+    Attributes:
+        pushes: of this worker; shape [], int64.
+        pulls: fetches of this worker; shape [], int64.
+        staleness: sum over its pushes; shape [], float64.
+        sent_bytes: gradients; shape [], int64.
+        received_bytes: parameters; shape [], int64.
+        all_pushes: pushes of all workers, as far as it knows; of steps, where they are
+            taken together; shape [], int64.
+        dropped: its gradients that came too late for a step; shape [], int64.
+    """
+
+    pushes: tf.Tensor
+    pulls: tf.Tensor
+    staleness: tf.Tensor
+    sent_bytes: tf.Tensor
+    received_bytes: tf.Tensor
+    all_pushes: tf.Tensor
+    dropped: tf.Tensor
 
 
 class Kept(NamedTuple):

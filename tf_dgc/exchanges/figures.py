@@ -11,22 +11,36 @@ from tf_dgc.exchanges.inplace import own_variable
 
 
 class RoundStats(NamedTuple):
-    """How a worker's averaging goes on; of several optimizers, the last to begin."""
+    """Progress of averaging on a worker; of several optimizers, the last to begin.
 
-    rounds: tf.Tensor  # shape [], int64; done so far
-    period: tf.Tensor  # shape [], int64; local steps between two of them
-    position: tf.Tensor  # shape [], int64; local steps since the last
-    distance: tf.Tensor  # shape [], float32; of this worker's parameters from
-    # those agreed on, before the last round
+    Attributes:
+        rounds: number of rounds so far; shape [], int64.
+        period: local steps between two rounds; shape [], int64.
+        position: local steps since the last round; shape [], int64.
+        distance: Euclidean distance of this worker's parameters from those agreed on,
+            before the last round; shape [], float32.
+    """
+
+    rounds: tf.Tensor
+    period: tf.Tensor
+    position: tf.Tensor
+    distance: tf.Tensor
 
 
 class TensorStats(NamedTuple):
-    """What one worker sent of one compressed tensor, since the figures were reset."""
+    """Traffic of one compressed tensor on one worker, since the figures were reset.
+
+    Attributes:
+        name: of the variable.
+        elements: of the tensor.
+        density: mean fraction of its elements that was sent in a step.
+        stale: fraction of its elements that was not sent once.
+    """
 
     name: str
     elements: int
-    density: float  # of its elements were sent in a step, on average
-    stale: float  # share of its elements that were not sent once
+    density: float
+    stale: float
 
 
 class Coverage:
@@ -104,19 +118,28 @@ def counted(traffic: Any, size: int = 0, elements: int = 0) -> tf.Tensor:
 
 
 class StepStats(NamedTuple):
-    """What one worker sent and received, in the last step or in all steps.
+    """Traffic of one worker, in the last step or in all steps.
 
     Bytes are those handed to the transport: messages with header and padding, densely
     reduced tensors, and what tells each worker's rows; the network's own framing not.
+
+    Attributes:
+        sent_bytes: shape [], int64.
+        dense_bytes: bytes of all gradients, as they are; shape [], int64.
+        sent_elements: shape [], int64.
+        dense_elements: elements of all gradients; shape [], int64.
+        residual_norm: Euclidean norm of what is kept; shape [], float32.
+        received_bytes: bytes from other workers: N - 1 messages of an all-gather; N - 1
+            to this owner and those of other owners; 2 (N - 1) / N of dense tensors;
+            shape [], int64.
     """
 
-    sent_bytes: tf.Tensor  # shape [], int64
-    dense_bytes: tf.Tensor  # shape [], int64; of all gradients, as they are
-    sent_elements: tf.Tensor  # shape [], int64
-    dense_elements: tf.Tensor  # shape [], int64; elements of all gradients
-    residual_norm: tf.Tensor  # shape [], float32; Euclidean norm of what is kept
-    received_bytes: tf.Tensor  # shape [], int64; from others: N - 1 messages of an
-    # all-gather, N - 1 to this owner and of others, 2 (N - 1) / N of dense tensors
+    sent_bytes: tf.Tensor
+    dense_bytes: tf.Tensor
+    sent_elements: tf.Tensor
+    dense_elements: tf.Tensor
+    residual_norm: tf.Tensor
+    received_bytes: tf.Tensor
 
 
 class Clock:
