@@ -1,6 +1,6 @@
 """Examples of docstrings as code, for mkdocs: `Example:` has indented lines of Python.
 
-An extension of griffe, which reads the docstrings for mkdocstrings; mkdocs.yml names it.
+An extension of griffe, which reads docstrings for mkdocstrings; mkdocs.yml names it.
 """
 
 import re
