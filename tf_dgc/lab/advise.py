@@ -58,10 +58,15 @@ WORKERS = tuple(2**i for i in range(11))
 
 
 class Network(NamedTuple):
-    """The link of each worker."""
+    """The link of each worker.
 
-    bandwidth: float  # B, bits per second each way
-    latency: float = 0.0  # L, seconds
+    Attributes:
+        bandwidth: B, bits per second each way.
+        latency: L, seconds.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
 
 
 class Traffic(NamedTuple):
@@ -88,10 +93,15 @@ class Traffic(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A step of one worker with one strategy."""
+    """A step of one worker with one strategy.
+
+    Attributes:
+        seconds: of the step.
+        wire_bytes: bytes that are sent; as many are received.
+    """
 
     seconds: float
-    wire_bytes: float  # sent; as many are received
+    wire_bytes: float
 
 
 def sends_messages(tensors: Tensors, config: DGCConfig, workers: int) -> bool:

@@ -58,7 +58,7 @@ _of_several: weakref.WeakSet["BaseStrategy"] = weakref.WeakSet()  # of several w
 
 
 class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """What the strategies share.
+    """Base of the strategies: methods and properties that each of them has.
 
     Nominally a MultiWorkerMirroredStrategy, for `isinstance` checks in other libraries;
     none of its code runs.
