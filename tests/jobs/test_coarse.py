@@ -84,6 +84,7 @@ def types_differ(transport: str) -> None:
 
 @pytest.mark.processes
 class CoarseValuesTest(unittest.TestCase):
+    @pytest.mark.extended
     def test_train_to_the_same_bits_over_every_transport(self) -> None:
         found = []
         for transport in ("collective", "horovod", "hybrid"):

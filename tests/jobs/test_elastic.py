@@ -124,6 +124,7 @@ class AddRemoveTest(_Committed):
     how, hosts, sizes = "add_remove", "localhost:2", (2, 3, 2)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 class DieTest(_Committed):
@@ -193,6 +194,7 @@ class SharesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual([record.step for record in taken], [4])
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 class WithoutHorovodTest(tf.test.TestCase):
     def test_the_import_says_what_is_missing(self) -> None:

@@ -94,15 +94,12 @@ class Faults(parameterized.TestCase):
     __test__ = False
     cases: ClassVar[list[faults.Case]]
 
-    @parameterized.parameters(*faults.WAYS)
-    @pytest.mark.timeout(600)
-    def test_when_something_happens_to_one_all_end(self, way: str) -> None:
+    def check_way(self, way: str) -> None:
         if way in ("horovod", "hybrid"):
             launch.skip_without_horovod()
         self._check(each for each in self._of(way) if each.kind != "network")
 
-    @pytest.mark.timeout(600)
-    def test_when_one_loses_its_network_all_end(self) -> None:
+    def check_network(self) -> None:
         if why := obstacle():
             self.skipTest(f"no laboratory here: {why}")
         ways = ["TF_CONFIG"] if launch.horovod_missing() else faults.WAYS
@@ -126,13 +123,43 @@ class OtherPairsTest(Faults):
     __test__ = True
     cases: ClassVar = [case for case in CHOSEN if case not in FEW]
 
+    @parameterized.parameters(*faults.WAYS)
+    @pytest.mark.timeout(600)
+    def test_when_something_happens_to_one_all_end(self, way: str) -> None:
+        self.check_way(way)
+
+    @pytest.mark.timeout(600)
+    def test_when_one_loses_its_network_all_end(self) -> None:
+        self.check_network()
+
 
 @pytest.mark.processes
 class FaultsTest(Faults):
     __test__ = True
     cases: ClassVar = FEW
 
+    @pytest.mark.timeout(600)
+    def test_when_something_happens_to_one_all_end(self) -> None:
+        self.check_way("TF_CONFIG")
+
+    @pytest.mark.extended
+    @pytest.mark.timeout(600)
+    def test_so_they_do_over_horovod(self) -> None:
+        self.check_way("horovod")
+
+    @parameterized.parameters("run_local", "hybrid")
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    def test_so_they_do_in_other_ways(self, way: str) -> None:
+        self.check_way(way)
+
+    @pytest.mark.extended
+    @pytest.mark.timeout(600)
+    def test_when_one_loses_its_network_all_end(self) -> None:
+        self.check_network()
+
     # It has the service by which TensorFlow's workers know each other.
+    @pytest.mark.extended
     def test_when_rank_0_is_killed_all_end(self) -> None:
         self._check([faults.Case("kill", "TF_CONFIG", "dgc", "sparse")], rank=0)
 

@@ -85,6 +85,13 @@ def pairs() -> Iterator[Case]:
             yield strategy, PAIRS[(turn + number) % 3], name
 
 
+def few() -> Iterator[Case]:
+    """Yield one of the cases of each feature, of another kind than the one before."""
+    for i, case in enumerate(pairs()):
+        if i % 3 == i // 3 % 3:
+            yield case
+
+
 def product() -> Iterator[Case]:
     for strategy in features.STRATEGIES:
         if strategy != "none":
@@ -150,7 +157,18 @@ class PairsTest(Features):
 
     __test__ = True
 
-    @named(pairs())
+    @named(few())
+    def test_n_workers_train_alike(
+        self, strategy: str, place: tuple[str, int], name: str
+    ) -> None:
+        self.check(strategy, place, name)
+
+
+@pytest.mark.extended
+class OtherPairsTest(Features):
+    __test__ = True
+
+    @named({*pairs()} - {*few()})
     def test_n_workers_train_alike(
         self, strategy: str, place: tuple[str, int], name: str
     ) -> None:

@@ -191,6 +191,7 @@ class FrontEndsTest(FrontEnds):
         self.assertLess(one["scale"], 2.0**15)
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 class HierarchyTest(parameterized.TestCase, tf.test.TestCase):

@@ -55,6 +55,7 @@ class OwnersTest(unittest.TestCase):
     def test_train_to_the_same_bits_over_every_transport(self) -> None:
         self.check("float32", ("collective", 2), ("horovod", 2), ("hybrid", 2))
 
+    @pytest.mark.slow
     def test_three_have_regions_of_two_sizes(self) -> None:
         # Of three, transports add up what is dense in orders of their own.
         self.check("float16", ("collective", 3))

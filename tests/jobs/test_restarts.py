@@ -50,6 +50,7 @@ class RestartsTest(unittest.TestCase):
         # A backup that is being written when the kill comes does not count.
         self.assertLessEqual(steps, STEPS + 2 * FREQ * len(kills))
 
+    @pytest.mark.slow
     def test_a_killed_job_ends_as_one_that_was_not(self) -> None:
         self.assert_same([130, -2])
 

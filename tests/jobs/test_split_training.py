@@ -81,6 +81,7 @@ class FewTest(Equal):
     __test__ = True
 
     @named(FEW)
+    @pytest.mark.extended
     def test_it_is_as_on_one_worker(self, *case: Any) -> None:
         self.check(case)
 

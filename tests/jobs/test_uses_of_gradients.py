@@ -18,10 +18,16 @@ def trained(launcher: str, workers: int, **arguments: Any) -> list[Any]:
 
 @pytest.mark.processes
 class UsesTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.product(name=sorted(uses_of_gradients.STEPS), eager=[False, True])
-    def test_weights_and_logs_are_those_of_one_process(
-        self, name: str, eager: bool
-    ) -> None:
+    @parameterized.parameters(*sorted(uses_of_gradients.STEPS))
+    def test_weights_and_logs_are_those_of_one_process(self, name: str) -> None:
+        self.check(name, eager=False)
+
+    @parameterized.parameters(*sorted(uses_of_gradients.STEPS))
+    @pytest.mark.extended
+    def test_so_they_are_eagerly(self, name: str) -> None:
+        self.check(name, eager=True)
+
+    def check(self, name: str, eager: bool) -> None:
         (alone,) = trained("local", 1, name=name, eager=eager, strategy="")
         for weights, logs in trained("collective", 2, name=name, eager=eager):
             self.assertAllClose(weights[0], alone[0][0], rtol=1e-4)

@@ -59,6 +59,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(figures["accuracy"], 0.6)
         self.assertTrue(figures["identical"])
 
+    @pytest.mark.extended
     def test_digits_under_horovodrun(self) -> None:
         launch.skip_without_horovod()
         lines = run_example("digits", "--epochs", "1", launcher="horovod")
@@ -81,6 +82,7 @@ class ExamplesTest(unittest.TestCase):
         lines = run_example("digits", *arguments, workers=1)
         self.assertIn("workers            1, transport local", lines)
 
+    @pytest.mark.extended
     def test_custom_loop(self) -> None:
         lines = run_example("custom_loop", "--epochs", "4")
         self.assertIn("weights            bit-identical on all workers", lines)
@@ -94,6 +96,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertLess(number_behind("loss", lines), 2)  # log(28) is 3.3
         self.assert_compressed(lines, at_least=19)
 
+    @pytest.mark.extended
     def test_local_sgd(self) -> None:
         lines = run_example("local_sgd", "--epochs", "4", "--period", "8")
         # 18 steps an epoch: two rounds and one at its end.
@@ -147,6 +150,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertIn(f"parameters here    {16 * 21 + 41}", lines)
         self.assertLess(number_behind("loss", lines), 5)
 
+    @pytest.mark.extended
     def test_cifar10(self) -> None:
         random = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:
@@ -181,6 +185,7 @@ class ExamplesTest(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "3 workers cannot share 400"):
             run_example("map_reduce_regression", workers=3)
 
+    @pytest.mark.extended
     def test_recommender(self) -> None:
         small = "--items", "2000", "--ratings", "40000", "--epochs", "4"
         lines = run_example("recommender", *small, servers=1)

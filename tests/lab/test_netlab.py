@@ -183,6 +183,7 @@ class NetworkTest(unittest.TestCase):
         self.assertIn("ssh: could not resolve hostname host3", err)
 
     @needs_lab
+    @pytest.mark.extended
     def test_horovodrun(self) -> None:
         launch.skip_without_horovod()
         code = """
