@@ -108,6 +108,7 @@ def main() -> int:
         data.batch(args.batch_size),
         validation_data=validation,
         epochs=args.epochs,
+        shuffle=False,
         verbose=args.verbose if strategy.is_chief else 0,
         callbacks=callbacks,
     )
