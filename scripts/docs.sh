@@ -5,6 +5,7 @@
 #   scripts/docs.sh        build
 #   scripts/docs.sh serve  build, show at http://127.0.0.1:8000, follow changes
 #
+# Ends with status 3 where MkDocs cannot be installed.
 # Uses .venv-docs, which is made where it is missing; or the mkdocs that MKDOCS names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +23,7 @@ settings.read("setup.cfg")
 print(settings["options.extras_require"]["docs"])
 END
     .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
-      -r .venv-docs/requirements.txt
+      -r .venv-docs/requirements.txt || exit 3
     cp setup.cfg .venv-docs/.installed
   fi
 fi
