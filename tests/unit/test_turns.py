@@ -1,5 +1,6 @@
 """Tests of steps that workers take together on servers: in this process, by threads."""
 
+import functools
 import itertools
 import random
 import threading
@@ -238,7 +239,7 @@ class Script:
 
     def __init__(self, job: Job, k: int, fits: list[int], faults: dict[int, str]):
         self.job, self.k, self.fits, self.faults = job, k, fits, faults
-        self.taken, self.error = 0, None
+        self.taken, self.late, self.error = 0, 0, None
 
     def run(self) -> None:
         try:
@@ -262,7 +263,9 @@ class Script:
                     self.job.dead.discard(self.k)
                 self.taken += 1
                 ones = [np.ones((5, 2), "f"), np.float32(1)]
-                if self.job.step(self.k, ones)[1]:
+                in_time, over = self.job.step(self.k, ones)
+                self.late += not in_time
+                if over:
                     break
             self.job.turns(self.k).leave()
         return True
@@ -284,6 +287,19 @@ class RoundsTest(parameterized.TestCase):
         job, fits = Job(3), [3, 1, 2]
         self.run_scripts([Script(job, k, fits, {}) for k in range(3)])
         self.assertLen(job.applied, sum(fits))
+
+    def test_so_it_is_where_what_a_worker_says_arrives_piece_by_piece(self) -> None:
+        job, fits = Job(2), [1] * 4
+        members: Any = job.turns(1)._members
+        members.put = functools.partial(self.put_slowly, members.put)
+        scripts = [Script(job, k, fits, {}) for k in range(2)]
+        self.run_scripts(scripts)
+        self.assertLen(job.applied, sum(fits))
+        self.assertEqual([each.late for each in scripts], [0, 0])
+
+    def put_slowly(self, put: Any, variable: Any, value: Any) -> None:
+        put(variable, value)
+        time.sleep(0.2)
 
     def test_who_ends_a_fit_early_waits_for_the_others_with_the_next(self) -> None:
         job = Job(2)

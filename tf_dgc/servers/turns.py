@@ -112,8 +112,9 @@ class Turns:
     def _enter(self) -> Any:
         number = self._next_round()
         self._round.assign(number)
-        self._members.put(self._entries, number)
+        # Who sees the round, which all read first, sees that this worker comes.
         self._members.put(self._places, COMES)
+        self._members.put(self._entries, number)
         self._members.meetings.wait_for_others(self._entries, number, _SUBJECT)
         self._members.put(self._places, INSIDE)
         return np.bool_(True)
@@ -121,8 +122,8 @@ class Turns:
     def _next_round(self) -> int:
         """Return the round under way, if it is a new one; else that to come."""
         others = self._members.meetings.others()
-        places, rounds = (
-            each.read_value().numpy() for each in (self._places, self._entries)
+        rounds, places = (
+            each.read_value().numpy() for each in (self._entries, self._places)
         )
         under_way = rounds[others & np.isin(places, (INSIDE, COMES))]
         done = rounds[others & (places == LEFT)]
@@ -187,7 +188,9 @@ class Turns:
             own, own_round = tf.identity(own), tf.identity(own_round)
             now, lots = self._step.read_value(), self._lots.read_value()
             living = self._members.living()
-            places, rounds = self._places.read_value(), self._entries.read_value()
+            rounds = self._entries.read_value()
+            with tf.control_dependencies([rounds]):
+                places = self._places.read_value()
             later = living & (places == INSIDE) & (rounds > own_round)
             missed = tf.reduce_min(tf.where(later, rounds, rounds.dtype.max))
             own_round = tf.where(tf.reduce_any(later), missed, own_round)
@@ -298,7 +301,8 @@ class Turns:
             now = self._arrived.read_value() == tf.identity(own) + 1
             together = self._entries.read_value() == tf.identity(own_round)
             found = tf.where(now & together)[:, 0]
-            weights = tf.gather(self._weights.read_value(), found)
+            with tf.control_dependencies([found]):
+                weights = tf.gather(self._weights.read_value(), found)
             # Rows of one worker alone leave its gradient as it is.
             total = tf.reduce_sum(weights)
             return Arrived(found, tf.math.divide_no_nan(weights, total))
