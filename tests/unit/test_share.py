@@ -489,10 +489,10 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             history = model.fit(np.ones((1, 6), "float32"), verbose=0)
             same = np.array_equal(before, norm.moving_mean.numpy())
             iterations = int(model.optimizer.inner_optimizer.iterations)
-            return same, iterations, history.history, model.get_weights()[:2]
+            return same, iterations, history.history, model.get_weights()
 
         first, second = run_workers(2, work)
-        self.assertEqual((first[0], second[0]), (False, True))
+        self.assertEqual((first[0], second[0]), (False, False))  # by the one row
         self.assertEqual((first[1], second[1]), (1, 1))
         self.assertAllEqual(first[2]["loss"], second[2]["loss"])
         for one, two in zip(first[3], second[3], strict=True):

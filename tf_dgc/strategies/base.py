@@ -38,6 +38,7 @@ from tf_dgc.strategies import (
     outside,
     randomness,
     reports,
+    statistics,
 )
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.early_ends import EarlyEnds
@@ -81,6 +82,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         # Not weakly: workers would learn at different times that it is gone.
         self._to_compare: keras.Model | None = None
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()  # models, once
+        self._settled = 0  # steps whose statistics are those of all workers
         self._restored = False  # what each worker had of its own, since a `fit`
         self.share: Share | None = None  # of a step, where there are several workers
         self.own_batches: OwnBatches | None = None
@@ -346,7 +348,16 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         `evaluate` or `predict` are shared out, and where metrics are read, as at the
         end of an epoch.
         """
-        return
+        run = fits.current()
+        if run is None or self.stopping is None or not self.lockstep:
+            return
+        training = self.stopping.training_of(run.model)
+        begins = run.what == "fit" and not (training and training.batches)
+        if begins or self.share is None or run.model.distribute_strategy is not self:
+            return
+        steps = self.share.steps_with_rows
+        statistics.settle(run.model, self._transport, steps - self._settled)
+        self._settled = steps
 
     def barrier(self) -> None:
         """Wait until all workers have come here; all workers call this.

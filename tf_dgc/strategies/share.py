@@ -138,7 +138,7 @@ class Share:
 
         try:
             self._rows.assign(1.0 if rows is None else tf.cast(rows, tf.float32))
-            if self._local:
+            if self._local or name == "train_step":
                 self._small_steps.note(~self.empty)
             return self.logs.noted(model, name == "test_step", run)
         finally:
@@ -183,6 +183,11 @@ class Share:
     def model(self) -> keras.Model | None:
         """The model of which a step runs, if one does."""
         return self._model
+
+    @property
+    def steps_with_rows(self) -> int:
+        """How many steps of training this worker has had rows in, eagerly."""
+        return self._small_steps.count
 
     @property
     def empty(self) -> tf.Tensor:
@@ -840,6 +845,11 @@ class SmallSteps:
         self._applied: weakref.WeakKeyDictionary[Any, tf.Variable] = (
             weakref.WeakKeyDictionary()
         )
+
+    @property
+    def count(self) -> int:
+        """Number of them so far, eagerly."""
+        return int(self._count.numpy())
 
     def note(self, has_rows: tf.Tensor) -> None:
         """Count a step: `has_rows` has shape [], bool."""
