@@ -599,7 +599,7 @@ class Share:
             self._say(
                 f"Gradients are clipped{f' at {line}' * bool(line)} before they are "
                 "exchanged: each worker clips its own. DGCConfig(clip_norm=...) clips "
-                "those of all, or leave it to the optimizer"
+                "each worker's part, to norms that add up, as the paper does"
             )
             return given
         if own.isdisjoint(self._early):
