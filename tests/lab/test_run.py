@@ -240,7 +240,7 @@ sys.exit(run.main(["-n", "2", {script!r}]))
             ),
             (
                 ["-n", "1", "--strategy", "dgc", "--config", "none.json", "x.py"],
-                "No such file or directory",
+                "`--config` must be a JSON file: none.json",
             ),
             (
                 ["-n", "1", "--strategy", "dgc", "--no-python", "x.py"],

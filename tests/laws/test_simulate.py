@@ -260,6 +260,7 @@ LOSSES: dict[str, Any] = {
     "sum": keras.losses.MeanSquaredError(reduction="sum"),
     "masked in a function": masked,
     "dice": lambda y, p: keras.losses.Dice()(tf.abs(y), tf.sigmoid(p)),
+    "largest": lambda y, p: tf.reduce_max(tf.square(y - p)),
     "root": lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)) + 0.1),
     **dict.fromkeys(("mean", "vector", "global batch", "by N", "masked", "clipped")),
 }
@@ -301,6 +302,10 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*LOSSES)
     def test_gradients_of_simulated_workers_add_up(self, name: str) -> None:
         self.assert_like_one_process(name)
+
+    def test_what_is_clipped_after_all_were_summed_is_not_warned_of(self) -> None:
+        with self.assertNoLogs("tf_dgc", "WARNING"):
+            fitted("clipped", simulate.SimulatedStrategy(2))
 
     @parameterized.parameters("sum", "masked")
     def test_so_they_do_where_they_are_compressed(self, name: str) -> None:
