@@ -126,6 +126,8 @@ BUDGET: dict[str, Any] = {
     "ratio": None,
     "known_length": False,
 }
+# Of how selections are summed, in addition.
+SUMS: dict[str, Any] = {"exchange": "auto", "growth": 4.0}
 # Of what others do, see peers.py; momentum is after the sum.
 PEERS: dict[str, Any] = {
     "peer": None,
@@ -173,6 +175,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
         )
     settings = DEFAULTS | TASKS[args.task] | {"warmup_epochs": args.warmup_epochs}
     settings |= BUDGET if has(row, "ratio") else {}
+    settings |= SUMS if has(row, "exchange") else {}
     settings |= PEERS if has(row, "peer") else {}
     settings |= AVERAGING if has(row, "period") else {}
     settings |= SERVED if has(row, "servers") else {}
@@ -186,7 +189,7 @@ def settings_of(args: argparse.Namespace, row: str) -> dict[str, Any]:
 
 
 def has(row: str, setting: str) -> bool:
-    """Tells whether a row has a `period`, `servers`, a `ratio`, or a `peer`."""
+    """Tells whether a row sets `period`, `servers`, `ratio`, `peer`, or `exchange`."""
     name, _, own = row.partition(":")
     return setting in ROWS.get(name, {}) or re.search(rf"\b{setting}=", own) is not None
 
@@ -426,7 +429,10 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     ).history
     seconds = time.monotonic() - start
     total = strategy.stats(total=True)
-    traffic = {"sent_bytes": int(total.sent_bytes)}
+    traffic = {
+        "sent_bytes": int(total.sent_bytes),
+        "received_bytes": int(total.received_bytes),
+    }
     if served:
         traffic = at_servers(strategy.server_stats())
         strategy.barrier()  # the last epochs of all have ended
@@ -527,7 +533,7 @@ def report(folder: pathlib.Path) -> None:
         steps = sum(result["steps"] for result in results)
         received = [r["received_bytes"] for r in results if "received_bytes" in r]
         staleness = [r["staleness"] for r in results if "staleness" in r]
-        usual = DEFAULTS | AVERAGING | SERVED | TASKS[task]
+        usual = DEFAULTS | AVERAGING | SERVED | SUMS | TASKS[task]
         if "peer" in results[0]["settings"]:
             usual |= PEERS
         if "ratio" in results[0]["settings"]:
