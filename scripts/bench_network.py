@@ -2,12 +2,13 @@
 """Time dense and compressed training on networks of limited rate; write a table.
 
     scripts/bench_network.py exchange --hosts 2 4 --rates 1gbit 100mbit
-    scripts/bench_network.py fit --hosts 4 --rates 100mbit \
+    scripts/bench_network.py fit --hosts 4 --rates 100mbit 20mbit+50ms+0.1% \
         --rows dense/horovod dgc/hybrid
 
 `exchange` sums one gradient of 25 million float32 over the workers; `fit` trains the
 fully connected layers of AlexNet (58.6 million parameters) with `Model.fit`. Workers
-are hosts of scripts/netlab.py, one each. A row is METHOD/TRANSPORT:
+are hosts of scripts/netlab.py, one each. A network is a rate, which may have a delay of
+what each host sends (half of a round trip) and a loss. A row is METHOD/TRANSPORT:
 
     dense      everything is exchanged; over collective that is the ring all-reduce of
                MultiWorkerMirroredStrategy
@@ -63,6 +64,7 @@ ROWS = {
 }
 SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
+FAR_COUNTERS = pathlib.Path("/sys/class/net/out/statistics")  # where sent late
 COUNTED = ("sent", "received", "sent_again")
 SEGMENT = 1514  # bytes of a full packet
 RING_PORT, RING_PIECES = 7411, 16  # pieces of 1 MiB
@@ -74,9 +76,9 @@ def counted() -> tuple[int, int, int]:
 
     What TCP sent again is counted in segments, all taken to be full.
     """
-    sent, received = (
-        int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes")
-    )
+    received = int((COUNTERS / "rx_bytes").read_text())
+    files = (COUNTERS / "tx_bytes", FAR_COUNTERS / "tx_bytes")
+    sent = sum(int(file.read_text()) for file in files if file.exists())
     lines = pathlib.Path("/proc/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return sent, received, SEGMENT * int(values[names.index("RetransSegs")])
@@ -382,7 +384,7 @@ def run_job(
     with (
         tempfile.TemporaryDirectory() as folder,
         log.open("wb") as output,
-        netlab.Laboratory(hosts, rate) as lab,
+        netlab.Laboratory(hosts, **network_of(rate)) as lab,
     ):
         own = ["--worker", folder, "--transport", transport, "--methods", *methods]
         status = lab.run(
@@ -399,6 +401,14 @@ def run_job(
         return []
     print(f"{name}: done in {time.monotonic() - start:.0f} s", flush=True)
     return [json.loads(text) for text in texts]
+
+
+def network_of(rate: str) -> dict[str, str]:
+    """Returns the arguments of a laboratory for RATE, RATE+DELAY or RATE+DELAY+LOSS."""
+    parts = rate.split("+")
+    if len(parts) > 3:
+        raise ValueError(f"a network is RATE[+DELAY[+LOSS]]. Received: {rate}")
+    return dict(zip(("rate", "delay", "loss"), parts, strict=False))
 
 
 def join(workers: list[dict[str, Any]], task: str) -> dict[str, Any]:
@@ -553,7 +563,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("task", choices=METHODS)
     parser.add_argument("--rows", nargs="*", metavar="METHOD/TRANSPORT", help="some of")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=["1gbit", "100mbit"],
+        metavar="RATE[+DELAY[+LOSS]]",
+        help="networks, such as 1gbit or 20mbit+50ms+0.1%%",
+    )
     parser.add_argument("--runs", type=int, nargs="+", default=[1], metavar="NUMBER")
     parser.add_argument("--steps", type=int, default=5, help="timed, of each run")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")

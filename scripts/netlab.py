@@ -3,6 +3,7 @@
 
     scripts/netlab.py --hosts 4 --rate 1gbit --launch horovodrun -- python train.py
     scripts/netlab.py --hosts 4 --rate 100mbit --launch tf_config -- python train.py
+    scripts/netlab.py --hosts 2 --rate 20mbit --delay 50ms --loss 0.1% ... -- ...
     scripts/netlab.py --hosts 2 --rate 1gbit -- \
         horovodrun -np 2 -H host1:1,host2:1 python train.py
 
@@ -10,7 +11,11 @@ The hosts are called host1, host2 and so on. Each has a name, an address, an /et
 and an interface eth0 of its own; files, processors and memory are the machine's. The
 interfaces are joined by a bridge, and what a host sends and what it receives are each
 limited to the rate (tc's token bucket, at both ends of the wire). Nothing else can be
-reached from there. `--launch` says who starts the workers:
+reached from there. With `--delay`, `--jitter` or `--loss` what a host sends is also
+late or lost; a packet from one host to another waits for the sender's delay, so that
+two hosts of 50ms see a round trip of 100 ms. Values with commas are of host1, host2,
+... (scripts/distance.py passes the packets on, so that no kernel module is needed.)
+`--launch` says who starts the workers:
 
     once        COMMAND runs on host1 only, and starts the others itself (the default)
     horovodrun  horovodrun starts COMMAND once on each host
@@ -29,7 +34,7 @@ in each host, and its traffic, the workers' output, would count as theirs.
 
 From Python:
 
-    with netlab.Laboratory(hosts=4, rate="1gbit") as lab:
+    with netlab.Laboratory(hosts=4, rate="1gbit", delay="50ms") as lab:
         lab.run(["python", "train.py"], launch="horovodrun", timeout=600)
         print(lab.traffic())
 """
@@ -49,11 +54,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tf_dgc.lab.rates import bits_per_second
+from tf_dgc.lab.rates import bits_per_second, probability, seconds
 from tf_dgc.launcher import workers
 
 LAUNCHERS = ("once", "horovodrun", "tf_config")
@@ -69,6 +74,9 @@ _BURST_SECONDS, _LEAST_BURST_BYTES = 0.0005, 16_384
 _QUEUE_SECONDS, _LEAST_QUEUE_BYTES = 0.05, 524_288
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
+_DISTANCE = pathlib.Path(__file__).resolve().with_name("distance.py")
+_SWITCH_ADDRESS = "10.177.0.254"
+_ETHERNET_HEADER_BYTES = 14
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Runs a command under a host's own name.
 _NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
@@ -119,19 +127,54 @@ def check_rights() -> None:
             raise LabError(f"`{tool}` is not in PATH; install {package}")
 
 
+class Lateness(NamedTuple):
+    """What the process that delays packets did.
+
+    Attributes:
+        passed: packets passed on.
+        dropped: packets lost, as wanted.
+        late_99: 99 of 100 packets were at most so many seconds later than wanted.
+        late_most: seconds that the last of them was late.
+    """
+
+    passed: int
+    dropped: int
+    late_99: float
+    late_most: float
+
+
 class Laboratory:
     """Hosts on a network of limited rate; use it as a context manager.
 
     Attributes:
         hosts: how many there are.
         rate: of each host's link, each way, such as "1gbit".
+        far: whether packets are delayed or lost on the way.
         names: "host1", "host2", ...
         addresses: the IPv4 address of each.
         switch: the namespace of the bridge; port1 there is the link of host1.
     """
 
-    def __init__(self, hosts: int, rate: str) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rate: str,
+        *,
+        delay: str = "0ms",
+        jitter: str = "0ms",
+        loss: str = "0%",
+        seed: int = 0,
+    ) -> None:
         """Check the arguments; the namespaces are made on entry.
+
+        Args:
+            hosts: their number.
+            rate: of each host's link, each way.
+            delay: how long what a host sends is on its way, such as "50ms"; one for
+                all hosts, or one for each, with commas.
+            jitter: each packet takes up to so much longer or shorter; in order.
+            loss: share of packets that are lost, such as "0.1%".
+            seed: of what is drawn for these.
 
         Raises:
             ValueError: an argument is out of its range.
@@ -141,6 +184,21 @@ class Laboratory:
                 f"`hosts` must be in [1, {MOST_HOSTS}]. Received: hosts={hosts}"
             )
         self.hosts, self.rate, self._bits = hosts, rate, bits_per_second(rate)
+        self._distances = list(
+            zip(
+                _of_each(hosts, "delay", delay, seconds),
+                _of_each(hosts, "jitter", jitter, seconds),
+                _of_each(hosts, "loss", loss, probability),
+                range(seed, seed + hosts),
+                strict=True,
+            )
+        )
+        if any(jitter > delay for delay, jitter, _, _ in self._distances):
+            raise ValueError(
+                "`jitter` must not be above `delay`. Received: "
+                f"delay={delay!r}, jitter={jitter!r}"
+            )
+        self.far = any(any(distance[:3]) for distance in self._distances)
         self.names = [f"host{i + 1}" for i in range(hosts)]
         self.addresses = [f"10.177.0.{i + 1}" for i in range(hosts)]
         # The number of the process makes names that no other laboratory has.
@@ -148,6 +206,7 @@ class Laboratory:
         self.switch = f"{self._prefix}-switch"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._relay: subprocess.Popen[str] | None = None
 
     def namespace(self, host: int) -> str:
         """Returns the name of a host's namespace; hosts count from 0."""
@@ -197,6 +256,73 @@ class Laboratory:
             _tool(*switch, "set", port, "master", "bridge", "up")
             for interface in ("lo", "eth0"):
                 _tool("ip", "-n", name, "link", "set", interface, "up")
+        if self.far:
+            self._remove_to_a_distance()
+
+    def _remove_to_a_distance(self) -> None:
+        """Let what hosts send pass through a process; they receive as before."""
+        # Packets come by another interface than answers leave by.
+        loose = "for f in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 0 > $f; done"
+        address = ("address", "add", f"{_SWITCH_ADDRESS}/24", "dev", "bridge")
+        _tool("ip", "-n", self.switch, *address)
+        for i in range(self.hosts):
+            for namespace, name in (
+                (self.namespace(i), "out"),
+                (self.switch, f"in{i + 1}"),
+            ):
+                where = ("ip", "-n", namespace)
+                _tool(*where, "tuntap", "add", "dev", name, "mode", "tun")
+                _tool(*where, "link", "set", name, "up")
+            host = ("ip", "-n", self.namespace(i))
+            self._limit(self.namespace(i), "out")
+            own = ("address", "add", f"{self.addresses[i]}/32", "dev", "eth0")
+            _tool(*host, "address", "flush", "dev", "eth0")
+            _tool(*host, *own)
+            ways = ("10.177.0.0/24", "dev", "out", "src", self.addresses[i])
+            _tool(*host, "route", "add", *ways)
+            _tool("ip", "netns", "exec", self.namespace(i), "sh", "-c", loose)
+        forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
+        inside = ("ip", "netns", "exec", self.switch, "sh", "-c")
+        _tool(*inside, f"{loose}; {forward}")
+        names = ("delay", "jitter", "loss", "seed")
+        paths = [
+            {
+                "namespace": self.namespace(i),
+                "switch": self.switch,
+                "port": i + 1,
+                **dict(zip(names, distance, strict=True)),
+            }
+            for i, distance in enumerate(self._distances)
+        ]
+        with _uncut():
+            self._relay = subprocess.Popen(
+                [sys.executable, "-S", str(_DISTANCE), json.dumps(paths)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._relay.stdout and self._relay.stderr
+        if self._relay.stdout.readline() != "ready\n":
+            lines = self._relay.stderr.read().strip().splitlines()
+            raise LabError(f"packets cannot be delayed here: {(lines or ['?'])[-1]}")
+
+    def end_distance(self) -> Lateness | None:
+        """Stop passing packets on; return how that went, or None where none is far.
+
+        After it no host reaches another.
+        """
+        if self._relay is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, _ = self._relay.communicate(timeout=_GRACE_SECONDS)
+            self._relay = None
+            return Lateness(**json.loads(out)) if out.strip() else None
+        self._relay.kill()
+        self._relay.communicate()
+        self._relay = None
+        return None
 
     def _limit(self, namespace: str, interface: str) -> None:
         octets = self._bits / 8
@@ -215,7 +341,18 @@ class Laboratory:
         links = json.loads(_tool("ip", "-n", self.switch, "-s", "-j", "link"))
         counted = {link["ifname"]: link["stats64"] for link in links}
         ports = [counted[f"port{i + 1}"] for i in range(self.hosts)]
-        return [Traffic(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
+        sent = [port["rx"]["bytes"] for port in ports]
+        if self.far:
+            sent = [self._sent_far(i) for i in range(self.hosts)]
+        received = [port["tx"]["bytes"] for port in ports]
+        return [Traffic(*both) for both in zip(sent, received, strict=True)]
+
+    def _sent_far(self, host: int) -> int:
+        """Return the bytes that a host sent, lost ones and Ethernet's headers too."""
+        where = ("ip", "-n", self.namespace(host), "-s", "-j", "link", "show", "out")
+        (link,) = json.loads(_tool(*where))
+        sent = link["stats64"]["tx"]
+        return int(sent["bytes"] + _ETHERNET_HEADER_BYTES * sent["packets"])
 
     def start(
         self,
@@ -346,6 +483,7 @@ class Laboratory:
         """
         with _undisturbed():
             self._end_processes()
+            self.end_distance()
             for process in self._processes:
                 for pipe in (process.stdout, process.stderr):
                     if pipe:
@@ -356,6 +494,23 @@ class Laboratory:
                 self._folder.cleanup()
                 self._folder = None
         atexit.unregister(self.close)
+
+
+def _of_each(
+    hosts: int, name: str, text: str, read: Callable[[str, str], float]
+) -> list[float]:
+    """Returns an argument of each host, of one text for all or of one with commas.
+
+    Raises:
+        ValueError: there are others than one or `hosts`, or one cannot be read.
+    """
+    found = [read(each.strip(), name) for each in text.split(",")]
+    if len(found) not in (1, hosts):
+        raise ValueError(
+            f"`{name}` must be one value or {hosts}, one for each host. Received: "
+            f"{name}={text!r}"
+        )
+    return found * hosts if len(found) == 1 else found
 
 
 def sweep() -> list[str]:
@@ -473,6 +628,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hosts", type=int, default=2, help="how many (2)")
     parser.add_argument("--rate", default="1gbit", help="of each link (1gbit)")
+    parser.add_argument(
+        "--delay", default="0ms", help="of what a host sends, such as 50ms"
+    )
+    parser.add_argument("--jitter", default="0ms", help="around it, such as 5ms")
+    parser.add_argument("--loss", default="0%", help="of packets, such as 0.1%%")
     parser.add_argument("--launch", choices=LAUNCHERS, default="once")
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="end all after so many seconds"
@@ -490,7 +650,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"`--timeout` must be a positive number. Received: {options.timeout}"
         )
     try:
-        lab = Laboratory(options.hosts, options.rate)
+        lab = Laboratory(
+            options.hosts,
+            options.rate,
+            delay=options.delay,
+            jitter=options.jitter,
+            loss=options.loss,
+        )
     except ValueError as error:
         parser.error(str(error))
     end_on_signals()
@@ -502,11 +668,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         with lab:
             status = lab.run(command, launch=options.launch, timeout=options.timeout)
             traffic = lab.traffic()
+            lateness = lab.end_distance()
     except LabError as error:
         _say(str(error))
         return 125
     for name, (sent, received) in zip(lab.names, traffic, strict=True):
         _say(f"{name} sent {sent:,} bytes and received {received:,}")
+    if lateness:
+        _say(
+            f"{lateness.passed:,} packets were delayed and {lateness.dropped:,} lost; "
+            f"99 of 100 were at most {1000 * lateness.late_99:g} ms later than wanted, "
+            f"the last {1000 * lateness.late_most:g} ms"
+        )
     if status == 124:
         _say(f"no end after {options.timeout:g} seconds")
     return status

@@ -1,5 +1,6 @@
 """Tests of scripts/netlab.py, with real namespaces where this machine allows them."""
 
+import contextlib
 import functools
 import json
 import os
@@ -79,6 +80,118 @@ def left_of(pid: int) -> list[str]:
 
 def is_alive(pid: int) -> bool:
     return not netlab._is_zombie(str(pid))
+
+
+class ArgumentsOfDistanceTest(unittest.TestCase):
+    def test_of_all_hosts_or_of_each(self) -> None:
+        lab = netlab.Laboratory(2, "1gbit", delay="50ms", loss="0%,1.5%")
+        self.assertTrue(lab.far)
+        self.assertEqual(
+            [d[:3] for d in lab._distances], [(0.05, 0, 0), (0.05, 0, 0.015)]
+        )
+        self.assertFalse(netlab.Laboratory(3, "1gbit").far)
+
+    def test_what_is_no_distance_is_refused(self) -> None:
+        for own in (
+            {"delay": "50"},
+            {"delay": "-5ms"},
+            {"delay": "1ms,2ms,3ms"},
+            {"loss": "100%"},
+            {"loss": "0.1"},
+            {"delay": "1ms", "jitter": "2ms"},
+        ):
+            with self.subTest(**own), self.assertRaisesRegex(ValueError, list(own)[-1]):
+                netlab.Laboratory(2, "1gbit", **own)
+
+
+@pytest.mark.processes
+class DistanceTest(unittest.TestCase):
+    CODE = """
+    if rank:
+        for _ in range(200):
+            try:
+                peer = socket.create_connection(("host1", 5000))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        begin = time.monotonic()
+        peer.sendall(b"?")
+        peer.recv(1)
+        print(time.monotonic() - begin)
+        peer.sendall(bytes(SENT))
+    else:
+        peer, _ = socket.create_server(("", 5000)).accept()
+        peer.sendall(peer.recv(1))
+        left = SENT
+        while left:
+            left -= len(peer.recv(1 << 20))
+        print("all")
+    """
+
+    @needs_lab
+    def test_a_round_trip_waits_for_both_delays_and_lost_packets_come_again(
+        self,
+    ) -> None:
+        code = self.CODE.replace("SENT", str(SENT))
+        with netlab.Laboratory(2, "1gbit", delay="30ms,60ms", loss="0%,1%") as lab:
+            environments = [
+                {"TF_CONFIG": json.dumps({"task": {"index": i}})} for i in range(2)
+            ]
+            first, second = (
+                lab.start(i, python(code), environment)
+                for i, environment in enumerate(environments)
+            )
+            told, errors = second.communicate(timeout=120)
+            self.assertEqual(second.returncode, 0, errors)
+            self.assertGreaterEqual(float(told), 0.09)
+            self.assertEqual(first.communicate(timeout=120)[0], b"all\n")
+            sent = lab.traffic()[1].sent
+            lateness = lab.end_distance()
+        self.assertGreater(sent, SENT)
+        self.assertGreater(lateness.dropped, 0)
+        self.assertGreater(lateness.passed, SENT // 1500)
+
+    @needs_lab
+    def test_every_link_stays_limited(self) -> None:
+        with netlab.Laboratory(2, "80mbit", delay="1ms") as lab:
+            ends = [(lab.namespace(i), "out") for i in range(2)]
+            ends += [(lab.switch, f"port{i + 1}") for i in range(2)]
+            for namespace, interface in ends:
+                shown = netlab._tool(
+                    "tc", "-n", namespace, "qdisc", "show", "dev", interface
+                )
+                self.assertIn("tbf", shown)
+                self.assertIn("rate 80Mbit", shown)
+
+    @needs_lab
+    def test_the_process_that_delays_ends_with_the_laboratory(self) -> None:
+        waiting = """
+    print("up", flush=True)
+    time.sleep(60)
+    """
+        process = start("--delay", "5ms", "--", *python(waiting))
+        self.assertEqual(process.stdout.readline(), "up\n")
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        found = [int(pid) for pid in children.read_text().split()]
+        relays = [pid for pid in found if b"distance.py" in command_line(pid)]
+        self.assertEqual(len(relays), 1)
+        process.kill()
+        finish(process)
+        for _ in range(200):
+            if not any(is_alive(pid) for pid in relays):
+                break
+            time.sleep(0.05)
+        self.assertFalse([pid for pid in relays if is_alive(pid)])
+        subprocess.run(
+            [sys.executable, SCRIPT, "--sweep"], check=True, capture_output=True
+        )
+        self.assertEqual(left_of(process.pid), [])
+
+
+def command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 @pytest.mark.processes
