@@ -487,10 +487,10 @@ def compare(args: argparse.Namespace) -> tuple[list[str], int]:
     bandwidth and latency, and steps, by the slowest.
     """
     from tf_dgc import DGCConfig
-    from tf_dgc.lab import advise, measure
+    from tf_dgc.lab import costs
 
     config, weights = DGCConfig(sparsity=SPARSITY), alexnet(args.width).weights
-    tensors = measure.tensors_of(weights, config)
+    tensors = costs.tensors_of(weights, config)
     lines = ["| hosts | rate | row | predicted | measured | ratio |", "|---" * 6 + "|"]
     failed = 0
     for hosts, rate in itertools.product(args.hosts, args.rates):
@@ -499,14 +499,14 @@ def compare(args: argparse.Namespace) -> tuple[list[str], int]:
             failed += 1
             continue
         each = zip(*(worker["measured"] for worker in workers), strict=True)
-        measured = measure.Measured(*map(max, each))
+        measured = costs.Measured(*map(max, each))
         rounds = zip(*(worker["bandwidth"] for worker in workers), strict=True)
         waits = zip(*(worker["latency"] for worker in workers), strict=True)
-        network = advise.Network(
+        network = costs.Network(
             statistics.median(map(min, rounds)), statistics.median(map(max, waits))
         )
         print(f"{hosts} at {rate}: {network}, {measured}")
-        predicted = advise.predict(measured, tensors, config, PERIOD, hosts, network)
+        predicted = costs.predict(measured, tensors, config, PERIOD, hosts, network)
         for row in args.rows:
             method, transport = row.split("/")
             runs = [

@@ -5,7 +5,8 @@ python -m tf_dgc.advise --model module:function --workers 4 16 --bandwidth 1gbit
 
 import sys
 
-from tf_dgc.lab.advise import Network, Prediction, choose, main, predict
+from tf_dgc.lab.advise import main
+from tf_dgc.lab.costs import Network, Prediction, choose, predict
 
 __all__ = ["Network", "Prediction", "choose", "main", "predict"]
 

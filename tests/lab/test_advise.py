@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
@@ -14,20 +15,27 @@ import bench_network
 import keras
 import pytest
 import tensorflow as tf
-from ledgers import compressing, exchange
+from ledgers import compressing
 from loopback import OWNER, Loopback, run_workers
 
 from tf_dgc.compression import dgc
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import Dense, Ledger
-from tf_dgc.exchanges.formats import message_format
+from tf_dgc.exchanges import Dense, Ledger, Part, formats
 from tf_dgc.exchanges.owner_sum import OwnerSum
-from tf_dgc.lab import advise, measure, rates
-from tf_dgc.lab.advise import Network, Prediction, Traffic
-from tf_dgc.lab.measure import Measured
+from tf_dgc.lab import advise, costs, measure, rates
+from tf_dgc.lab.costs import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Measured,
+    Network,
+    Prediction,
+)
 from tf_dgc.lab.splitting import Chain, Split, split_of
 from tf_dgc.layers import ways
+from tf_dgc.strategies import witness
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
+from tf_dgc.transports.sums import GatherSum
 
 SHAPES = [(100, 64), (64,), (64, 50), (3, 5)]
 MEASURED = Measured(
@@ -95,57 +103,94 @@ class RatesTest(tf.test.TestCase):
 
 class FormulaTest(tf.test.TestCase):
     def test_ring_all_reduce(self) -> None:
-        exchange = Traffic(reduced=8e6, gathered=0, reductions=1, gatherings=0)
-        self.assertEqual(exchange.wire_bytes(1), 0)
-        self.assertEqual(exchange.wire_bytes(2), 8e6)
-        self.assertEqual(exchange.wire_bytes(4), 12e6)
+        calls = [AllReduce(8e6)]
+        for workers, received in ((1, 0), (2, 8e6), (4, 12e6)):
+            self.assertEqual(costs.received(calls, workers), received)
         network = Network(bandwidth=96e6, latency=0.01)
-        self.assertEqual(exchange.seconds(1, network), 0)
-        self.assertAllClose(exchange.seconds(4, network), 1.0 + 6 * 0.01)
+        self.assertEqual(costs.seconds(calls, 1, network), 0)
+        self.assertAllClose(costs.seconds(calls, 4, network), 1.0 + 6 * 0.01)
 
     def test_ring_all_gather(self) -> None:
-        exchange = Traffic(reduced=0, gathered=1e6, reductions=0, gatherings=1)
-        self.assertEqual(exchange.wire_bytes(1), 0)
-        self.assertEqual(exchange.wire_bytes(4), 3e6)
+        calls = [AllGather(1e6)]
+        self.assertEqual(costs.received(calls, 1), 0)
+        self.assertEqual(costs.received(calls, 4), 3e6)
         network = Network(bandwidth=24e6, latency=0.01)
-        self.assertAllClose(exchange.seconds(4, network), 1.0 + 3 * 0.01)
+        self.assertAllClose(costs.seconds(calls, 4, network), 1.0 + 3 * 0.01)
+
+    def test_a_grid_waits_less_and_passes_what_its_groups_receive(self) -> None:
+        # 12 workers: 3 rows of 4.
+        network = Network(8e6, 0.01, grid=True)
+        for call, passed, hops in (
+            (AllReduce(4e4), 2 * 3 / 4 * 4e4 + 2 * 4e4, 2 * 3 + 2),
+            (AllReduce(4e5), 2 * 11 / 12 * 4e5, 22),  # too large for a grid
+            (AllGather(1e4), 3 * 1e4 + 2 * 4e4, 3 + 2),
+            (AllToAll(1e4), 3 * 3e4 + 2 * 4e4, 3 + 2),
+        ):
+            found = costs.seconds([call], 12, network)
+            self.assertAllClose(found, passed / 1e6 + hops * 0.01, msg=call)
+            ring = network._replace(grid=False)
+            of_ring = call.received(12) / 1e6, call.passed(12, ring)[1] * 0.01
+            self.assertAllClose(costs.seconds([call], 12, ring), sum(of_ring))
+
+    def test_exchanges_cost_what_their_sums_say(self) -> None:
+        sizes = [tf.Variable(tf.zeros(s)) for s in ((300, 1000), (70, 33), (512, 64))]
+        for dtype in ("float32", "sign"):
+            config = DGCConfig(sparsity=0.99, value_dtype=dtype)
+            tensors = costs.tensors_of(sizes, config)
+            for workers in (2, 3, 9, 33, 256, 1024):
+                found = costs.exchanges(tensors, config, 16, workers)
+                for name, kind in (("DGC", GatherSum), ("owners", OwnerSum)):
+                    args = tensors.layout, config.sparsity
+                    exchange = "owners" if name == "owners" else "allgather"
+                    settled = dataclasses.replace(config, exchange=exchange)
+                    if formats.kind_at(*args, settled, workers) is not kind:
+                        continue
+                    form = kind.form(*args, settled, workers)
+                    cost = kind.cost(form, tensors.layout, workers)
+                    _, *calls = found[name]
+                    self.assertEqual(costs.received(calls, workers), cost.received)
+                    network = Network(8e6, 0.1)
+                    seconds = costs.seconds(calls, workers, network)
+                    self.assertAllClose(seconds, cost.seconds(1e6, 0.1))
 
     def test_prediction(self) -> None:
-        # 25,856 bytes of tensors, of which 316 are small.
+        # 38,400 bytes of tensors that are compressed, and 316 that are not.
         config = DGCConfig(sparsity=0.99, min_elements=100)
-        tensors = measure.tensors_of(variables(), config, [tf.zeros([100])])
+        tensors = costs.tensors_of(variables(), config, [tf.zeros([100])])
         self.assertEqual(tensors.gradient_bytes, 4 * (6400 + 64 + 3200 + 15))
         self.assertEqual(tensors.rest_bytes, 4 * (64 + 15))
-        size = message_format(tensors.layout, 0.99, config, 4).bytes
+        size = formats.message_format(tensors.layout, 0.99, config, 4).bytes
         self.assertGreater(size, 96 * 5)
         network = Network(1e6, 0.01)
-        found = advise.predict(MEASURED, tensors, config, 4, 4, network)
-        sent = {
-            "dense": 1.5 * 38_716,
-            "DGC": 1.5 * (316 + 4 * 4) + 3 * size,
+        found = costs.predict(MEASURED, tensors, config, 4, 4, network)
+        received = {
+            "dense": 1.5 * (38_716 + 28 * 4),
+            "DGC": 1.5 * (316 + 28 * 4) + 3 * size,
             "averaging": (1.5 * (38_716 + 400) + 3 * 104) / 4,
         }
         computed = {"dense": 1.0, "DGC": 1.5 + 3 * 0.1, "averaging": 1.0 + 0.5 / 4}
         hops = {"dense": 6, "DGC": 9, "averaging": 9 / 4}
         owners = OwnerSum.form(tensors.layout, 0.99, config, 4)
         passed = 3 * (owners.parts.bytes + owners.sums.bytes + 4)
-        sent["owners"], hops["owners"] = 1.5 * (316 + 4 * 4) + passed, 12
+        received["owners"], hops["owners"] = 1.5 * (316 + 28 * 4) + passed, 12
         computed["owners"] = 1.5 + (1.25 + 4 - 1) * 0.1
-        self.assertEqual(found.keys(), sent.keys())
+        self.assertEqual(found.keys(), received.keys())
         for name, prediction in found.items():
-            seconds = computed[name] + 8e-6 * sent[name] + 0.01 * hops[name]
-            self.assertAllClose([*prediction], [seconds, sent[name]], msg=name)
+            seconds = computed[name] + 8e-6 * received[name] + 0.01 * hops[name]
+            self.assertAllClose([*prediction], [seconds, received[name]], msg=name)
 
     def test_what_owners_send_does_not_grow_with_the_workers(self) -> None:
         config = DGCConfig.paper()
-        tensors = measure.tensors_of([tf.Variable(tf.zeros([1000, 1000]))], config)
+        tensors = costs.tensors_of([tf.Variable(tf.zeros([1000, 1000]))], config)
         network = Network(1e9, 0.0)
         few, many = (
-            advise.predict(MEASURED, tensors, config, 4, workers, network)
+            costs.predict(MEASURED, tensors, config, 4, workers, network)
             for workers in (16, 64)
         )
-        self.assertLess(many["owners"].wire_bytes, 1.5 * few["owners"].wire_bytes)
-        self.assertGreater(many["DGC"].wire_bytes, 3 * few["DGC"].wire_bytes)
+        self.assertLess(
+            many["owners"].received_bytes, 1.5 * few["owners"].received_bytes
+        )
+        self.assertGreater(many["DGC"].received_bytes, 3 * few["DGC"].received_bytes)
         self.assertLess(many["owners"].seconds, many["DGC"].seconds)
 
     def test_split_layers(self) -> None:
@@ -162,43 +207,43 @@ class FormulaTest(tf.test.TestCase):
         self.assertEqual(split_of(small(), 4), Split())
 
         config = DGCConfig.paper(min_elements=1)
-        tensors = measure.tensors_of(model.trainable_variables, config)
+        tensors = costs.tensors_of(model.trainable_variables, config)
         args = MEASURED, tensors._replace(split=found), config, 16, 4, Network(1e9)
-        split = advise.predict(*args)["split"]
+        split = costs.predict(*args)["split"]
         rest = tensors.gradient_bytes - 4 * inputs * units
-        sent = 1.5 * rest + 3 * 8 * m * (inputs / 4 + units)  # by rows
-        self.assertAlmostEqual(split.wire_bytes, sent)
+        sent = 1.5 * (rest + 28 * 4) + 3 * 8 * m * (inputs / 4 + units)  # by rows
+        self.assertAlmostEqual(split.received_bytes, sent)
         self.assertAlmostEqual(split.seconds, 1.0 + 8 * sent / 1e9)
         args = MEASURED, tensors, config, 16, 4, Network(1e9)
-        self.assertNotIn("split", advise.predict(*args))
+        self.assertNotIn("split", costs.predict(*args))
 
     def test_a_table_has_split_layers_where_there_are_any(self) -> None:
         found = {name: Prediction(2.0, 10) for name in (*advise.STRATEGIES, "split")}
         found["split"] = Prediction(1.0, 5)
-        tensors = measure.tensors_of(variables(), DGCConfig.paper())
+        tensors = costs.tensors_of(variables(), DGCConfig.paper())
         note = advise.choose(found, tensors, DGCConfig.paper(), 4)
         self.assertEqual(note[0], "split")
-        head, line = advise.table({4: found}, {4: note}).splitlines()
+        head, line = advise.table({"4": found}, {"4": note}).splitlines()
         self.assertRegex(head, r"averaging s +bytes +split s +bytes +fastest")
         self.assertRegex(line, r" 10 +1 +5  split")
 
     def test_messages_that_would_cost_more_than_dense(self) -> None:
         config = DGCConfig(sparsity=0.75, min_elements=100)
-        tensors = measure.tensors_of(variables(), config)
-        sends = [advise.sends_messages(tensors, config, n) for n in (2, 64)]
+        tensors = costs.tensors_of(variables(), config)
+        sends = [costs.sends_messages(tensors, config, n) for n in (2, 64)]
         self.assertEqual(sends, [True, False])
-        found = advise.predict(MEASURED, tensors, config, 1, 64, Network(1e18))
+        found = costs.predict(MEASURED, tensors, config, 1, 64, Network(1e18))
         self.assertAllClose(found["DGC"].seconds, 1.25)
         arena = 4 * tensors.layout.size
-        sent = 2 * 63 / 64 * (316 + 4 * 64 + arena) + 63 * 20  # 20: a header
-        self.assertAllClose(found["DGC"].wire_bytes, sent)
+        sent = 2 * 63 / 64 * (316 + 28 * 64 + arena) + 63 * 20  # 20: a header
+        self.assertAllClose(found["DGC"].received_bytes, sent)
 
     def test_choice(self) -> None:
         def choice(*seconds: float, workers: int = 2, sparsity: float = 0.99) -> Any:
             named = zip(advise.STRATEGIES, seconds, strict=True)
             found = {name: Prediction(s, 0.0) for name, s in named}
             config = DGCConfig(sparsity=sparsity, min_elements=100)
-            tensors = measure.tensors_of(variables(), config)
+            tensors = costs.tensors_of(variables(), config)
             return advise.choose(found, tensors, config, workers)
 
         self.assertEqual(choice(3, 2, 4), ("DGC", ""))
@@ -214,41 +259,55 @@ class FormulaTest(tf.test.TestCase):
         self.assertEqual(choice(3, 2, 1, workers=1), ("dense", alone))
 
     def test_nothing_to_compress(self) -> None:
-        tensors = measure.tensors_of(variables(), DGCConfig.paper(min_elements=10**6))
-        found = advise.predict(
-            MEASURED, tensors, DGCConfig.paper(), 16, 2, Network(1e9)
-        )
+        tensors = costs.tensors_of(variables(), DGCConfig.paper(min_elements=10**6))
+        found = costs.predict(MEASURED, tensors, DGCConfig.paper(), 16, 2, Network(1e9))
         _, reason = advise.choose(found, tensors, DGCConfig.paper(), 2)
         self.assertEqual(reason, "DGC: no tensor is large enough to compress")
 
 
 @pytest.mark.long
 class TrafficTest(tf.test.TestCase):
-    """The bytes of the predictions are those that synchronizers count."""
+    """The bytes of the predictions are those that `stats` counts."""
 
     def _counted(self, workers: int, config: DGCConfig | None) -> int:
+        part = Part(
+            tf.constant(0.1),
+            tf.constant(1.0),
+            1,
+            tf.zeros([witness.COUNT]),
+            tf.constant([""] * witness.COUNT),
+        )
+
         def work(transport: Loopback) -> int:
-            synchronizer: Ledger = Ledger(transport, Dense)
+            ledger: Ledger = Ledger(transport, Dense)
             if config:
-                synchronizer = compressing(transport, config)
+                ledger = compressing(transport, config)
             own = variables()
             gradients = [tf.random.normal(shape) for shape in SHAPES]
-            exchange(synchronizer, OWNER, gradients, own, dgc.Momentum(0.9, False))
-            return int(synchronizer.stats().sent_bytes)
+            taken_over = dgc.Momentum(0.9, False)
+            ledger.gradients(OWNER, gradients, own, taken_over, part)
+            return int(ledger.stats().received_bytes)
 
         counted = set(run_workers(workers, work))
         self.assertLen(counted, 1)
         return counted.pop()
 
     def test_gradients(self) -> None:
-        for workers, sparsity in ((1, 0.99), (3, 0.99), (2, 0.75), (8, 0.75)):
+        for workers, sparsity in ((3, 0.99), (2, 0.75), (8, 0.75)):
             with self.subTest(workers=workers, sparsity=sparsity):
                 config = DGCConfig(sparsity=sparsity, min_elements=100)
-                tensors = measure.tensors_of(variables(), config)
-                found = advise.exchanges(tensors, config, 16, workers)
-                total = {name: e.reduced + e.gathered for name, e in found.items()}
-                self.assertEqual(total["DGC"], self._counted(workers, config))
-                self.assertEqual(total["dense"], self._counted(workers, None))
+                tensors = costs.tensors_of(variables(), config)
+                found = costs.exchanges(tensors, config, 16, workers)
+                owners = dataclasses.replace(config, exchange="owners")
+                for name, settings in (
+                    ("dense", None),
+                    ("DGC", config),
+                    ("owners", owners),
+                ):
+                    predicted = costs.received(found[name], workers)
+                    counted = self._counted(workers, settings)
+                    # Each all-reduce is counted in whole bytes.
+                    self.assertBetween(predicted - counted, 0, 2, msg=name)
 
     def test_models(self) -> None:
         for make, gradients, moving in (
@@ -277,11 +336,12 @@ class TrafficTest(tf.test.TestCase):
         x, y = tf.zeros([4, 100]), tf.zeros([4, 50])
         model.fit(x, y, batch_size=1, shuffle=False, verbose=0, callbacks=[counter])
         moving = model.non_trainable_variables
-        found = measure.tensors_of(
+        found = costs.tensors_of(
             model.trainable_variables, DGCConfig.paper(), moving[:2]
         )
-        exchange = advise.exchanges(found, DGCConfig.paper(), 2, 1)["averaging"]
-        self.assertEqual(sent[:2], [0, 2 * (exchange.reduced + exchange.gathered)])
+        calls = costs.exchanges(found, DGCConfig.paper(), 2, 1)["averaging"]
+        total = sum(call.share * call.bytes for call in calls)
+        self.assertEqual(sent[:2], [0, 2 * total])
 
 
 class BatchTest(tf.test.TestCase):
@@ -348,7 +408,7 @@ class CommandTest(tf.test.TestCase):
             self._run("--model", "importing:f")
 
     def test_table(self) -> None:
-        tensors = measure.tensors_of(variables(), DGCConfig.paper())
+        tensors = costs.tensors_of(variables(), DGCConfig.paper())
         with mock.patch.object(advise, "measure", return_value=(MEASURED, tensors)):
             status, out, _ = self._run(
                 *("--model", "test_advise:small", "--bandwidth", "100kbit"),
@@ -364,9 +424,24 @@ class CommandTest(tf.test.TestCase):
         alone = ["1", "0", "1.5", "0", "1.031", "0", "1.5", "0", "dense"]
         self.assertEqual(rows[0][1:10], alone, out)
         self.assertTrue(lines[0].endswith("one worker has nobody to send to"))
-        # 1 + 1.5 * 38,716 * 8 / 100,000 seconds
-        self.assertEqual(rows[2][1:3], ["5.646", "58,074"])
+        # 1 + 1.5 * (38,716 + 28 * 4) * 8 / 100,000 seconds
+        self.assertEqual(rows[2][1:3], ["5.659", "58,242"])
         self.assertEqual(rows[2][9], "averaging")
+
+    def test_a_line_of_a_grid_where_there_is_latency(self) -> None:
+        tensors = costs.tensors_of(variables(), DGCConfig.paper())
+        with mock.patch.object(advise, "measure", return_value=(MEASURED, tensors)):
+            status, out, _ = self._run(
+                *("--model", "test_advise:small", "--latency", "0.01"),
+                *("--workers", "4", "9", "1024"),
+            )
+        self.assertEqual(status, 0)
+        lines = out.partition("workers ")[2].splitlines()[1:6]
+        first = [line[:9].strip() for line in lines]
+        self.assertEqual(first, ["4", "9", "9 grid", "1024", "1024 grid"])
+        ring, grid = (line[9:].split() for line in lines[3:])
+        self.assertLess(float(grid[2]), float(ring[2]))
+        self.assertEqual(grid[1::2][:4], ring[1::2][:4])  # bytes
 
     def test_all_numbers_of_workers(self) -> None:
         status, out, _ = self._run("--model", "test_advise:small", "--steps", "1")

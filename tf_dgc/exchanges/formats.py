@@ -13,6 +13,7 @@ from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.base import Place
 from tf_dgc.exchanges.owner_sum import OwnerSum
+from tf_dgc.exchanges.parts import TOLD_BYTES
 from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 
@@ -23,7 +24,6 @@ _BANDWIDTH = 125e6  # bytes in a second, 1 Gbit/s
 _LATENCY = 1e-4  # seconds of a message
 _GAIN = 0.1
 _FEW = 32  # workers
-_TOLD_BYTES = 28  # of each worker at most, beside tensors; see `parts.weighed_sum`
 
 
 def message_format(
@@ -179,7 +179,7 @@ def within_budget(
         return config
     size = place.transport.size
     weights = [v.shape.num_elements() * v.dtype.size for v in place.variables]
-    rest = sum(weights[i] for i in small) + _TOLD_BYTES * size
+    rest = sum(weights[i] for i in small) + TOLD_BYTES * size
 
     def sent(sparsity: float) -> int:
         return cost(layout, sparsity, config, size).sent

@@ -11,6 +11,8 @@ from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import first_true, require, scaled
 
+# Of each worker, in a model's step: what it found, rate, weight, four of the witness.
+TOLD_BYTES = 28
 _ROUNDING = 1e-5  # of numbers that may come from other processors
 
 

@@ -12,6 +12,12 @@ bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
     all-gather         (N - 1)  M / B +   (N - 1) L
     all-to-all         (N - 1)  M / B +   (N - 1) L    M from each to each
 
+Over a grid of R x C workers messages, and tensors of 64 KiB or less, wait less:
+
+    all-reduce   2 (C - 1) / C  S / B + (R - 1) S / B + (2 C + R - 3) L
+    all-gather         (N - 1)  M / B + (R + C - 2) L
+    all-to-all   (2 N - R - C)  M / B + (R + C - 2) L
+
     dense        step + all-reduce of the gradients
     DGC          step, compressed + (N - 1) * one more message, read and added
                  + all-gather of the messages + all-reduce of the small tensors
@@ -26,7 +32,9 @@ bytes to a ring all-reduce and messages of M bytes to a ring all-gather:
 Nothing of an exchange runs beside the backward pass in this package, so times add up.
 B is best measured while all workers send: then it holds what headers and processors
 take of a link. Not in the table: summing what a ring brings, waiting for the slowest
-worker, reading data, and accuracy. A latency that is not given counts as none.
+worker, reading data, and accuracy. A latency that is not given counts as none; with
+one, a second line tells of a grid, where the workers make one of three rows or more.
+Bytes are those that a worker receives, as `StepStats.received_bytes` counts them.
 Gradients of embeddings count as dense ones.
 
 References:
@@ -39,177 +47,28 @@ References:
 """
 
 import argparse
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import keras
 
 from tf_dgc.config import PAPER, AveragingConfig, DGCConfig
-from tf_dgc.exchanges.formats import kind_at, message_format
-from tf_dgc.exchanges.owner_sum import ROOM, VERDICT_BYTES, Forms, OwnerSum
+from tf_dgc.exchanges.formats import message_format
 from tf_dgc.lab import rates
-from tf_dgc.lab.measure import HEADER_BYTES, Measured, ModelError, Tensors, measure
+from tf_dgc.lab.costs import (
+    Measured,
+    Network,
+    Prediction,
+    Tensors,
+    choose,
+    predict,
+)
+from tf_dgc.lab.measure import ModelError, measure
+from tf_dgc.transports import grid
 
 STRATEGIES = ("dense", "DGC", "averaging")
 WORKERS = tuple(2**i for i in range(11))
-
-
-class Network(NamedTuple):
-    """The link of each worker.
-
-    Attributes:
-        bandwidth: B, bits per second each way.
-        latency: L, seconds.
-    """
-
-    bandwidth: float
-    latency: float = 0.0
-
-
-class Traffic(NamedTuple):
-    """What a worker hands to the transport in a step, on average."""
-
-    reduced: float  # S, bytes of all-reduces
-    gathered: float  # M, bytes of all-gathers
-    reductions: float  # number of them
-    gatherings: float
-    swapped: float = 0  # bytes from each worker to each other, of all-to-alls
-    swaps: float = 0
-
-    def wire_bytes(self, workers: int) -> float:
-        """Return the bytes that each of N workers sends, and receives; no headers."""
-        ring = 2 * (workers - 1) / workers * self.reduced
-        return ring + (workers - 1) * (self.gathered + self.swapped)
-
-    def seconds(self, workers: int, network: Network) -> float:
-        """Return the seconds that N workers' wires are busy or waited for."""
-        rings = 2 * self.reductions + self.gatherings + self.swaps
-        hops = (workers - 1) * rings
-        bits = 8 * self.wire_bytes(workers)
-        return bits / network.bandwidth + hops * network.latency
-
-
-class Prediction(NamedTuple):
-    """A step of one worker with one strategy.
-
-    Attributes:
-        seconds: of the step.
-        wire_bytes: bytes that are sent; as many are received.
-    """
-
-    seconds: float
-    wire_bytes: float
-
-
-def sends_messages(tensors: Tensors, config: DGCConfig, workers: int) -> bool:
-    """Tell whether DGC sends messages: they cost less than dense tensors would."""
-    form = message_format(tensors.layout, config.sparsity, config, workers)
-    return form.slots > 0
-
-
-def by_owners(tensors: Tensors, config: DGCConfig, workers: int) -> Forms | None:
-    """Return the messages of an exchange by owners; None where there are none."""
-    config = dataclasses.replace(config, exchange="owners")
-    args = tensors.layout, config.sparsity, config, workers
-    return OwnerSum.form(*args) if kind_at(*args) is OwnerSum else None
-
-
-def exchanges(
-    tensors: Tensors, config: DGCConfig, period: int, workers: int
-) -> dict[str, Traffic]:
-    """Return what each strategy hands to the transport in a step on N workers."""
-    form = message_format(tensors.layout, config.sparsity, config, workers)
-    arena = 0 if form.slots else 4 * tensors.layout.size
-    rest = tensors.rest_bytes + 4 * workers  # and a flag of each worker
-    averaged = tensors.gradient_bytes + tensors.statistic_bytes
-    found = {
-        "dense": Traffic(tensors.gradient_bytes, 0, 1, 0),
-        "DGC": Traffic(rest + arena, form.bytes, 2 if arena else 1, 1),
-        "averaging": Traffic(*[x / period for x in (averaged, HEADER_BYTES, 1, 1)]),
-    }
-    if tensors.layout.size:
-        found["owners"] = found["DGC"]
-        if (owners := by_owners(tensors, config, workers)) is not None:
-            parts = owners.parts.bytes, 1
-            passed_on = owners.sums.bytes + VERDICT_BYTES
-            found["owners"] = Traffic(rest, passed_on, 1, 1, *parts)
-    if (split := tensors.split).exchanges:
-        rest = tensors.gradient_bytes - split.weight_bytes
-        activations = split.activation_bytes(workers)
-        found["split"] = Traffic(rest, activations, 1, split.exchanges)
-    return found
-
-
-def predict(
-    measured: Measured,
-    tensors: Tensors,
-    config: DGCConfig,
-    period: int,
-    workers: int,
-    network: Network,
-) -> dict[str, Prediction]:
-    """Predict a step of N workers with each strategy.
-
-    Args:
-        measured: on this machine.
-        tensors: of the model.
-        config: of DGC; the sparsity that stays after the warm-up.
-        period: local steps between two rounds of averaging.
-        workers: N, 1 or more.
-        network: between them.
-    """
-    sends = sends_messages(tensors, config, workers)
-    base = measured.compressed if sends else measured.uncompressed
-    gathered = base + (workers - 1) * measured.message if sends else base
-    owners = gathered
-    if by_owners(tensors, config, workers) is not None:
-        read = ROOM + min(config.growth, workers)  # messages, of which one is measured
-        owners = measured.compressed + (read - 1) * measured.message
-    times = {
-        "dense": measured.dense,
-        "DGC": gathered,
-        "owners": owners,
-        "averaging": measured.dense + measured.round / period,
-        # Of N times the rows an N-th of the units is computed.
-        "split": measured.dense,
-    }
-    found = {}
-    for name, exchange in exchanges(tensors, config, period, workers).items():
-        seconds = times[name] + exchange.seconds(workers, network)
-        found[name] = Prediction(seconds, exchange.wire_bytes(workers))
-    return found
-
-
-def choose(
-    predictions: dict[str, Prediction],
-    tensors: Tensors,
-    config: DGCConfig,
-    workers: int,
-) -> tuple[str, str]:
-    """Return the strategy with the shortest step, and why compression does not pay.
-
-    Args:
-        predictions: for each strategy.
-        tensors: of the model.
-        config: of DGC.
-        workers: N; one worker is best without any.
-
-    Returns:
-        A name and a reason; the reason is empty where DGC is faster than dense.
-    """
-    if workers == 1:
-        return "dense", "one worker has nobody to send to"
-    best = min(predictions, key=lambda name: predictions[name].seconds)
-    if not tensors.layout.size:
-        return best, "DGC: no tensor is large enough to compress"
-    if not sends_messages(tensors, config, workers):
-        return best, "DGC: messages would cost more than dense tensors"
-    if predictions["DGC"].seconds >= predictions["dense"].seconds:
-        return best, "DGC: its work takes longer than it saves"
-    return best, ""
 
 
 def load(name: str) -> Callable[[], keras.Model]:
@@ -233,21 +92,34 @@ def load(name: str) -> Callable[[], keras.Model]:
     return found
 
 
+def networks(workers: int, network: Network) -> dict[str, Network]:
+    """Return the networks to predict for, by the first cell of their lines.
+
+    Args:
+        workers: N.
+        network: between them, in a ring.
+    """
+    found = {f"{workers}": network}
+    if network.latency and grid.sides(workers)[0] >= grid.LEAST_SIDE:
+        found[f"{workers} grid"] = network._replace(grid=True)
+    return found
+
+
 def table(
-    predictions: dict[int, dict[str, Prediction]], notes: dict[int, tuple[str, str]]
+    predictions: dict[str, dict[str, Prediction]], notes: dict[str, tuple[str, str]]
 ) -> str:
-    """Return lines of text, one for each number of workers."""
+    """Return lines of text, one for each number of workers, and one for its grid."""
     names = list(next(iter(predictions.values()), STRATEGIES))
     heads = [f"{f'{name} s':>11} {'bytes':>15}" for name in names]
-    lines = [" ".join(["workers", *heads, " fastest"])]
-    for workers, found in predictions.items():
+    lines = [" ".join([f"{'workers':9}", *heads, " fastest"])]
+    for first, found in predictions.items():
         cells = [
-            f"{found[name].seconds:11.4g} {found[name].wire_bytes:15,.0f}"
+            f"{found[name].seconds:11.4g} {found[name].received_bytes:15,.0f}"
             for name in names
         ]
-        best, reason = notes[workers]
+        best, reason = notes[first]
         cells += [f" {best:10} {reason}".rstrip()]
-        lines.append(" ".join([f"{workers:7}", *cells]))
+        lines.append(" ".join([f"{first:9}", *cells]))
     return "\n".join(lines)
 
 
@@ -302,16 +174,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured, tensors = measure(make, config, args.batch_size, args.steps)
     except ModelError as error:
         parser.error(f"--model {args.model}: {error}")
-    network = Network(bandwidth, args.latency)
+    ring = Network(bandwidth, args.latency)
     predictions, notes = {}, {}
     for workers in sorted(set(args.workers)):
-        found = predict(measured, tensors, config, args.period, workers, network)
-        predictions[workers] = found
-        notes[workers] = choose(found, tensors, config, workers)
+        for first, network in networks(workers, ring).items():
+            found = predict(measured, tensors, config, args.period, workers, network)
+            predictions[first] = found
+            notes[first] = choose(found, tensors, config, workers)
     sys.stdout.write(
         f"{describe(measured, tensors, config)}\n\n"
-        f"Predicted seconds of a step, and bytes that each worker sends in it (and "
-        f"receives as many),\nat {args.bandwidth}; averaging every {args.period} "
+        "Predicted seconds of a step, and bytes that each worker receives in it,\n"
+        f"at {args.bandwidth} and {args.latency:g} s; averaging every {args.period} "
         f"steps.\n\n{table(predictions, notes)}\n\n"
         "Accuracy is not predicted; averaging changes training the most.\n"
     )

@@ -5,21 +5,21 @@ Axes: P arena elements.
 
 import dataclasses
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, averaging
-from tf_dgc.compression import arena, dgc, message, selection
+from tf_dgc import _host
+from tf_dgc.compression import dgc, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import inplace
-from tf_dgc.lab.splitting import Split, split_of
+from tf_dgc.lab.costs import Measured, Tensors, tensors_of
+from tf_dgc.lab.splitting import split_of
 from tf_dgc.strategies import (
     BaseStrategy,
     DenseStrategy,
@@ -29,58 +29,12 @@ from tf_dgc.strategies import (
 from tf_dgc.transports.base import default_device
 from tf_dgc.transports.sums import receive
 
-HEADER_BYTES = 8 * len(averaging.Header._fields)  # of a round of averaging
 _MESSAGES = 8  # over which reading and adding is measured
 _WARMUP = 2  # steps that are not timed
 
 
 class ModelError(ValueError):
     """A model that cannot be measured; the message says why."""
-
-
-class Tensors(NamedTuple):
-    """What a model has to exchange."""
-
-    layout: Layout  # of what DGC compresses
-    gradient_bytes: int  # all gradients
-    rest_bytes: int  # those that DGC leaves dense
-    statistic_bytes: int  # averaged beside the parameters
-    split: Split = Split()  # of dense layers
-
-
-class Measured(NamedTuple):
-    """What a worker takes on this machine, in seconds."""
-
-    dense: float  # training step of a worker that is alone
-    compressed: float  # the same with DGC, its own message read and added
-    uncompressed: float  # the same in a stage that DGC exchanges densely
-    message: float  # to read and add one more message
-    round: float  # of averaging
-
-
-def tensors_of(
-    variables: Sequence[Any], config: DGCConfig, statistics: Sequence[Any] = ()
-) -> Tensors:
-    """Return what a model exchanges.
-
-    Args:
-        variables: its trainable variables, of static shapes.
-        config: `min_elements` counts.
-        statistics: what is averaged beside these.
-    """
-    compressed, rest = [], []
-    for variable in variables:
-        shape, dtype = tuple(variable.shape), tf.as_dtype(variable.dtype)
-        if arena.is_compressed(shape, dtype, config.min_elements):
-            compressed.append(variable)
-        else:
-            rest.append(variable)
-    layout = arena.build([(v.name, tuple(v.shape)) for v in compressed])
-    return Tensors(layout, _bytes(variables), _bytes(rest), _bytes(statistics))
-
-
-def _bytes(variables: Sequence[Any]) -> int:
-    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def synthetic_batch(model: keras.Model, rows: int) -> tuple[Any, Any]:
