@@ -39,7 +39,7 @@ class Job:
         self._patch(cluster, "connect", lambda own: None)
         self._patch(downpour, "Servers", self._local)
         for module in (downpour.files, downpour.randomness):
-            name = "install" if module is downpour.files else "share"
+            name = "set_worker" if module is downpour.files else "share"
             self._patch(module, name, lambda *args: None)
         return self
 

@@ -183,7 +183,6 @@ class SimulatedStrategy(BaseStrategy):
         self._factors: tf.Tensor | None = None
         make = each_simulated_step(config, factors=lambda: self._factors)
         super().__init__(mesh, config, make)
-        _host.hooks.hook_share()
         self._turns = ShareInTurn(self._seat, clips_sum=config is None)
 
     def exchange_and_update(self, optimizer: Any, *args: Any) -> None:

@@ -116,11 +116,11 @@ def clipped(
     """
     by_norm = any(getattr(optimizer, n, None) for n in ("clipnorm", "global_clipnorm"))
     if own is None or not by_norm:
-        return _host.hooks.clipped(optimizer, gradients)
+        return _host.applying.clipped(optimizer, gradients)
     first = len(gradients) - len(own.gradients)
     parts = gradients[first:]
     norms = own.norms(parts)
-    found = _host.hooks.clipped(optimizer, [*gradients[:first], *norms])
+    found = _host.applying.clipped(optimizer, [*gradients[:first], *norms])
     scales = [
         tf.math.divide_no_nan(after, before)
         for after, before in zip(found[first:], norms, strict=True)

@@ -97,12 +97,13 @@ def wanted() -> list[tuple[Any, str]]:
         _host.datasets,
         _host.distribute,
         _host.flow,
-        _host.hooks,
         _host.iterators,
         _host.keras,
+        _host.patches,
         _host.scopes,
         _host.shared,
         _host.startup,
+        _host.stores,
         _host.tensorflow,
     )
     return [each for part in parts for each in part.wanted()]
@@ -286,7 +287,7 @@ class ImportTest(tf.test.TestCase):
             if room_of(module) == "transports":
                 for node in ast.walk(tree):
                     if isinstance(node, ast.Attribute):
-                        for name in ("distribute", "keras", "hooks"):
+                        for name in ("distribute", "keras", "patches"):
                             self.assertNotEqual(
                                 ast.unparse(node), f"_host.{name}", module
                             )

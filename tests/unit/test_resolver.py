@@ -11,7 +11,7 @@ from loopback import Hub, Loopback
 
 import tf_dgc
 from tf_dgc import transports
-from tf_dgc.strategies import base as strategy_lib
+from tf_dgc.strategies import watched
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.transports import base, handshake, resolver
 from tf_dgc.transports.local import LocalTransport
@@ -315,7 +315,7 @@ class ClusterResolverTest(tf.test.TestCase):
             mock.patch.object(handshake, "agree"),
             mock.patch.object(OneReplicaExtended, "share_seed"),
             mock.patch.object(atexit, "register"),
-            mock.patch.object(strategy_lib, "_of_several", set()),
+            mock.patch.object(watched, "of_several", set()),
         ):
             return tf_dgc.DenseStrategy(transport=transport)
 

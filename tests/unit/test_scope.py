@@ -11,7 +11,7 @@ import tensorflow as tf
 from loopback import Hub, Loopback
 
 import tf_dgc
-from tf_dgc.strategies import base as strategy
+from tf_dgc.strategies import watched
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.transports import handshake
 
@@ -38,7 +38,7 @@ def compiled() -> keras.Model:
 class OutsideTest(tf.test.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        others = mock.patch.object(strategy, "_of_several", weakref.WeakSet())
+        others = mock.patch.object(watched, "of_several", weakref.WeakSet())
         self.enterContext(others)  # those of other tests
 
     def test_training_a_model_where_nothing_is_in_the_scope_is_refused(self) -> None:

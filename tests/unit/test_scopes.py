@@ -21,7 +21,7 @@ from test_scope import first_of_two
 
 import tf_dgc
 from tf_dgc import _host
-from tf_dgc.strategies import base, fits
+from tf_dgc.strategies import fits, watched
 
 X = np.ones((8, 8), "float32")
 Y = X[:, :1]
@@ -148,7 +148,7 @@ class StaysTest(tf.test.TestCase):
 class ThreadsTest(tf.test.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.enterContext(mock.patch.object(base, "_of_several", weakref.WeakSet()))
+        self.enterContext(mock.patch.object(watched, "of_several", weakref.WeakSet()))
         self.addCleanup(tf.distribute.experimental_set_strategy, None)
 
     def test_threads_that_read_data_make_variables_of_their_own(self) -> None:

@@ -5,33 +5,37 @@ why no public name does. Seen in TensorFlow 2.18 to 2.21 and Keras 3.10 to 3.15.
 """
 
 from tf_dgc._host import (
+    applying,
     datasets,
     distribute,
     flow,
-    hooks,
     iterators,
     keras,
     operations,
+    patches,
     probe,
     scopes,
     shared,
     startup,
+    stores,
     tensorflow,
     tracebacks,
 )
 
 __all__ = [
+    "applying",
     "datasets",
     "distribute",
     "flow",
-    "hooks",
     "iterators",
     "keras",
     "operations",
+    "patches",
     "probe",
     "scopes",
     "shared",
     "startup",
+    "stores",
     "tensorflow",
     "tracebacks",
 ]

@@ -7,7 +7,6 @@ begins with one of its own. FW is tensorflow/python/framework.
 
 import atexit
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -81,12 +80,11 @@ class Scope:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        """Watch the default graphs of all threads.
+        """Prepare a scope that is not entered.
 
         Args:
             make: returns a new scope of TensorFlow.
         """
-        _watch()
         self._make = make
         self._entered: list[_Entered] = []
 
@@ -148,28 +146,17 @@ def is_open_elsewhere() -> bool:
     return len(_open) > len(_of_thread.open)
 
 
-@functools.cache
-def _watch() -> None:
-    """Enter open scopes in each new default graph.
+def get_default_graph(original: Callable[[Any], Any], stack: Any) -> Any:
+    """Enter open scopes in each new default graph of a thread.
 
     FW/ops.py: _DefaultGraphStack.get_default and _GetGlobalDefaultGraph make the graph
     where `_global_default_graph` is None.
     """
-    kind = type(ops._default_graph_stack)
-    for name in _MAKERS:
-        setattr(kind, name, _following(getattr(kind, name)))
-
-
-def _following(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def get_default(stack: Any) -> Any:
-        known = stack._global_default_graph
-        found = original(stack)
-        if known is None and stack._global_default_graph is not None:
-            _follow(stack._global_default_graph, stack.stack)
-        return found
-
-    return get_default
+    known = stack._global_default_graph
+    found = original(stack)
+    if known is None and stack._global_default_graph is not None:
+        _follow(stack._global_default_graph, stack.stack)
+    return found
 
 
 def _follow(graph: Any, others: list[Any]) -> None:

@@ -231,7 +231,7 @@ def _install(
         _logger.warning(warning)
     clips = config is None
     if clips:  # what was exchanged, as Horovod does
-        _host.hooks.clip_sums(inner)
+        _host.applying.clip_sums(inner)
     original = _host.keras.update_step_of(inner)
 
     def update(pairs: list[Any], rate: Any) -> None:
@@ -251,7 +251,7 @@ def _install(
             step.synchronised(exchange, *args, clips=clips)
         kept = [(local.share(g, exchange), v) for g, v in pairs if local.have(v)]
         if kept and clips:
-            own = _host.hooks.clipped(inner, [g for g, _ in kept])
+            own = _host.applying.clipped(inner, [g for g, _ in kept])
             kept = list(zip(own, [v for _, v in kept], strict=True))
         if kept and shared:
             # What an optimizer counts of a step as a whole, as Nadam, it has counted.

@@ -106,7 +106,6 @@ class SplitDense(keras.layers.Dense):
         number = next(_numbers.setdefault(over, itertools.count()))
         self._strategy, self._band = strategy, own
         self._movement = Movement(over, f"split{number}")
-        logits.install()
         with tf.init_scope(), strategy.scope():  # now, even if a function is traced
             if over.size > 1:
                 refusals.refuse(self, strategy)

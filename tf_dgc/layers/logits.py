@@ -29,9 +29,13 @@ class Logits(Away):
 
     probabilities = False  # whether the layer has softmax as its activation
 
-    def fits(self, loss: Any) -> bool:
+    def fits_loss(self, loss: Any) -> bool:
         """Tell whether a loss is the cross entropy of these."""
         return _reads_logits(loss) is (not self.probabilities)
+
+    def losses_by_row(self, y_true: Any) -> tf.Tensor:
+        """Return the loss of each row; all workers call this."""
+        return cross_entropy(self.parts, self.place, y_true)
 
 
 def _reads_logits(loss: Any) -> bool | None:
@@ -71,36 +75,6 @@ def is_last(layer: keras.layers.Dense, model: keras.Model | None) -> bool:
     linear = layer.activation in (None, keras.activations.linear)
     wanted = _reads_logits(getattr(model, "loss", None))
     return only and ((softmax and wanted is False) or (linear and wanted is True))
-
-
-def install() -> None:
-    """Let Keras's losses of such logits be computed over their parts; once."""
-    _host.hooks.wrap("loss call", _call_loss)
-
-
-class _OfRows(keras.losses.Loss):
-    """What was computed for each row, to be weighted and reduced as by Keras."""
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return y_pred
-
-
-def _call_loss(
-    original: Callable[..., Any],
-    loss: Any,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
-) -> Any:
-    if not isinstance(y_pred, Logits) or not y_pred.fits(loss):
-        return original(loss, y_true, y_pred, sample_weight)
-    rows = cross_entropy(y_pred.parts, y_pred.place, y_true)
-    share = getattr(tf.distribute.get_strategy(), "share", None)
-    if share is not None:
-        share.note_rows(rows)
-    _host.keras.copy_mask(y_pred, rows)
-    alike = _OfRows(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
-    return alike(y_true, rows, sample_weight)
 
 
 def cross_entropy(parts: tf.Tensor, place: Where, labels: Any) -> tf.Tensor:

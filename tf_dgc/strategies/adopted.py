@@ -8,11 +8,6 @@ import tensorflow as tf
 from tf_dgc import _host
 
 
-def install() -> None:
-    """Refuse metrics that nobody took over; once."""
-    _host.hooks.wrap("assign", _assign)
-
-
 def take_over(model: keras.Model, strategy: Any) -> None:
     """Let a model's metrics be counted on all workers, wherever they were made.
 
@@ -36,9 +31,10 @@ def _is_foreign(variable: Any) -> bool:
     return is_metric and made and not _host.distribute.is_metric_variable(value)
 
 
-def _assign(original: Any, variable: Any, value: Any) -> Any:
+def assign(original: Any, variable: Any, value: Any) -> Any:
+    """Refuse metrics that nobody took over."""
     strategy = tf.distribute.get_strategy()
-    several = getattr(strategy, "share", None) is not None
+    several = getattr(strategy, "own_batches", None) is not None
     in_step = several and not tf.distribute.in_cross_replica_context()
     if in_step and _is_foreign(variable):
         raise ValueError(

@@ -240,7 +240,7 @@ class ParameterAveragingStrategy(BaseStrategy):
         own = [variable.value for variable in _host.keras.variables_of(optimizer)]
         optimizers.refuse_whole_tensors(outer, own, self._settings.compression)
         # Its gradients are the same on all workers.
-        _host.hooks.apply_as_they_are(outer)
+        _host.applying.apply_as_they_are(outer)
         self._outer[optimizer] = outer
         return outer
 

@@ -34,11 +34,10 @@ from tf_dgc.strategies import (
     compared,
     files,
     fits,
-    handed_over,
-    outside,
+    patches,
     randomness,
-    reports,
     statistics,
+    watched,
 )
 from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.early_ends import EarlyEnds
@@ -47,15 +46,12 @@ from tf_dgc.strategies.own_batches import OwnBatches
 from tf_dgc.strategies.replicas import Replicas
 from tf_dgc.strategies.share import Share
 from tf_dgc.strategies.stopping import Stopping
-from tf_dgc.strategies.uses import traced_again
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
 from tf_dgc.transports.resolver import cluster_resolver
 from tf_dgc.version import __version__
 
 _logger = logging.getLogger("tf_dgc")
-
-_of_several: weakref.WeakSet["BaseStrategy"] = weakref.WeakSet()  # of several workers
 
 
 class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -100,13 +96,11 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(
             self, self._extended_class(self, self._transport, ReplicaContext)
         )
-        files.install(self.rank, self._transport.size)
-        _watch_models()
+        fits.note(self)
+        patches.install()
+        files.set_worker(self.rank, self._transport.size)
         if self._transport.size > 1:
-            _of_several.add(self)
-            _host.hooks.hook_share()
-            adopted.install()
-            handed_over.install()
+            watched.of_several.add(self)
             clips_sum = not isinstance(config, DGCConfig)
             averages = isinstance(config, AveragingConfig)
             local = not self.lockstep
@@ -558,86 +552,6 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             yield
         finally:
             self.extended.exchanged = False
-
-
-@functools.cache
-def _watch_models() -> None:
-    """Look at all models of this process before Keras builds or trains them."""
-    fits.install(lambda strategy: isinstance(strategy, BaseStrategy))
-    outside.install()
-    reports.install()
-    _host.hooks.wrap("build", _build)
-    _host.hooks.wrap("fit", _refuse_outsider)
-    _host.hooks.wrap("train function", _refuse_outsider)
-    _host.hooks.wrap("compile", _compile)
-    _host.hooks.wrap("train function", _expect_fit)
-    _host.hooks.wrap("steps", _steps)
-
-
-def _expect_fit(
-    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
-) -> Any:
-    """Note that a model, which is built by now, is to be trained."""
-    strategy = _host.keras.strategy_of(model)
-    if not isinstance(strategy, BaseStrategy) or strategy not in _of_several:
-        return original(model, *args, **kwargs)
-    strategy.expect_fit(model)
-    before = model.train_function
-    result = original(model, *args, **kwargs)
-
-    def make() -> Any:
-        original(model, force=True)
-        made, model.train_function = model.train_function, again
-        return made
-
-    if model.train_function is not before:
-        again = traced_again(model.train_function, make)
-        model.train_function = again
-    return result
-
-
-def _steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
-    """Compare variables before the first step of a `fit`."""
-    strategy = _host.keras.strategy_of(epoch)
-    if isinstance(strategy, BaseStrategy):
-        strategy.compare_variables()
-    yield from original(epoch)
-
-
-def _compile(
-    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
-) -> None:
-    """Warn where an optimizer is replaced that still keeps something back."""
-    before = getattr(model, "optimizer", None)
-    original(model, *args, **kwargs)
-    strategy = _host.keras.strategy_of(model)
-    if isinstance(strategy, BaseStrategy) and model.optimizer is not before:
-        strategy.tell_what_is_lost(before)
-
-
-def _build(original: Callable[..., Any], model: keras.Model, **batches: Any) -> Any:
-    """Refuse what its strategy cannot train, and leave alone what has no `call`.
-
-    Keras builds every model that is of a strategy, by calling it; those of none are
-    built while their step is traced, as those must be that have no `call`.
-    """
-    strategy = _host.keras.strategy_of(model)
-    if isinstance(strategy, BaseStrategy):
-        optimizers.check_model(model, strategy)
-        if _host.keras.has_no_call(model):
-            return None
-    return original(model, **batches)
-
-
-def _refuse_outsider(
-    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse to train a model that was forgotten to be made in the scope."""
-    if _of_several and not isinstance(_host.keras.strategy_of(model), BaseStrategy):
-        used = any(strategy.extended.used for strategy in _of_several)
-        on_purpose = used and fits.may_be_outside()
-        next(iter(_of_several))._warn([optimizers.check_outsider(model, on_purpose)])
-    return original(model, *args, **kwargs)
 
 
 def _trained_in(model: keras.Model | None) -> tuple[list[Any] | None, list[Any]]:

@@ -1,8 +1,6 @@
 """The strategy of asynchronous SGD with parameter servers."""
 
 import contextlib
-import functools
-import inspect
 import os
 import pathlib
 import re
@@ -26,10 +24,10 @@ from tf_dgc.strategies import (
     embeddings,
     files,
     on_servers,
-    outside,
     randomness,
+    watched,
 )
-from tf_dgc.strategies.base import BaseStrategy, _of_several
+from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.served import DownpourExtended
 from tf_dgc.strategies.served_share import OverServers, ServedShare
 from tf_dgc.transports import base
@@ -109,16 +107,13 @@ class DownpourStrategy(BaseStrategy):
         super().__init__(Mesh.of(transport), config, self._make)
         self._sums: OverServers | None = None  # of losses, where steps are of all
         if config.synchronous and cluster.workers > 1:
-            _host.hooks.hook_share()
             self._sums = OverServers(self._servers, self._members)
             self.share = ServedShare(self._sums)
         self.tables = tables.Tables(self._servers, self._members, self)
         self.extended.table_bytes = config.table_bytes
-        embeddings.install()
-        _watch_trainer()
-        _of_several.add(self)
+        watched.of_several.add(self)
         if cluster.workers > 1:
-            files.install(self.rank, cluster.workers)
+            files.set_worker(self.rank, cluster.workers)
             randomness.share(int(self._members.told["seed"]))
             self._warn(randomness.take_over_told(self._members.told))
 
@@ -283,7 +278,7 @@ class DownpourStrategy(BaseStrategy):
                 on_servers.warnings_about(optimizer, self._settings, self.workers)
             )
             if self._settings.synchronous:
-                _host.hooks.clip_sums(optimizer)  # the mean is, see `on_servers`
+                _host.applying.clip_sums(optimizer)  # the mean is, see `on_servers`
             embeddings.check(optimizer, variables, self._settings)
             if self._fitted is not None:  # built by now
                 limit = self._settings.table_bytes
@@ -457,64 +452,3 @@ class DownpourStrategy(BaseStrategy):
         )
         if self._fitted is not None:
             self._fitted.stop_training = True
-
-
-@functools.cache
-def _watch_trainer() -> None:
-    _host.hooks.wrap("apply", _prepare)
-    _host.hooks.wrap("fit", _fit)
-    _host.hooks.wrap("evaluate", _evaluate)
-    _host.hooks.wrap("predict", _evaluate)
-
-
-def _prepare(
-    original: Callable[..., Any], optimizer: Any, grads: Any, variables: Any
-) -> Any:
-    strategy = _host.keras.strategy_of(optimizer)
-    if isinstance(strategy, DownpourStrategy):
-        if not strategy.extended.running:
-            raise outside.error(variables[0].name)
-        strategy.prepare(optimizer, list(zip(grads, variables, strict=True)))
-        strategy.extended.applying = True
-    try:
-        return original(optimizer, grads, variables)
-    finally:
-        if isinstance(strategy, DownpourStrategy):
-            strategy.extended.applying = False
-
-
-def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _host.keras.strategy_of(model)
-    if not isinstance(strategy, DownpourStrategy):
-        return original(model, *args, **kwargs)
-    bound = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs)
-    arguments = dict(bound.arguments)
-    del arguments["self"]
-    callbacks = _listed(arguments.get("callbacks"))
-    for each in callbacks:
-        if isinstance(each, keras.callbacks.SwapEMAWeights):
-            raise ValueError(
-                "SwapEMAWeights must not be among the callbacks: the averages are on "
-                "the servers, and other workers train while it has swapped them. "
-                f"Received: {each!r}. The end of `fit` puts them into the model"
-            )
-    arguments = strategy.extended.of_fit(arguments)
-    with strategy.fitting(model, callbacks), strategy.named_errors():
-        return original(model, **arguments)
-
-
-def _listed(callbacks: Any) -> list[Any]:
-    """Return callbacks as a list, in whatever way `fit` got them."""
-    callbacks = getattr(callbacks, "callbacks", callbacks) or []  # of a CallbackList
-    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-
-
-def _evaluate(
-    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-) -> Any:
-    strategy = _host.keras.strategy_of(model)
-    if not isinstance(strategy, DownpourStrategy):
-        return original(model, *args, **kwargs)
-    args, kwargs = strategy.extended.of_evaluation(args, kwargs)
-    with strategy.evaluating(), strategy.named_errors():
-        return original(model, *args, **kwargs)

@@ -29,9 +29,6 @@ class EarlyEnds:
         """
         self._transport, self._own_batches = transport, own_batches
         self._voted: fits.Run | None = None  # in which there are votes
-        for what in ("test", "predict"):
-            _host.hooks.wrap(f"{what} begin", _begin)
-            _host.hooks.wrap(f"{what} batch end", _batch_end)
 
     def begin(self, run: fits.Run, callbacks: Sequence[Any]) -> None:
         """Ask whether a callback of any worker may end a run; all workers call this."""
@@ -64,15 +61,17 @@ def _now() -> tuple[EarlyEnds, fits.Run] | None:
     return (found, run) if isinstance(found, EarlyEnds) else None
 
 
-def _begin(original: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
+def begin(original: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
+    """Ask whether a callback of any worker may end a run."""
     original(callbacks, logs)
     if (found := _now()) is not None:
         found[0].begin(found[1], callbacks.callbacks)
 
 
-def _batch_end(
+def end_batch(
     original: Callable[..., None], callbacks: Any, batch: int, logs: Any = None
 ) -> None:
+    """Vote after a batch whether a run goes on."""
     original(callbacks, batch, logs)
     if (found := _now()) is not None:
         found[0].after_batch(found[1])

@@ -18,22 +18,6 @@ from tf_dgc.servers import tables
 from tf_dgc.strategies.served import DownpourExtended
 
 
-def install() -> None:
-    """Let large tables that are made within the scope be on the servers only; once."""
-    hooks: dict[str, Callable[..., Any]] = {
-        "initialize": _initialize,
-        "build embedding": _build,
-        "look up": _look_up,
-        "save embedding": _save_embedding,
-        "load embedding": _load_embedding,
-        "save optimizer": _save_optimizer,
-        "load optimizer": _load_optimizer,
-        "memory": _is_memory_sufficient,
-    }
-    for name, hook in hooks.items():
-        _host.hooks.wrap(name, hook)
-
-
 def _is_large(layer: Any, limit: int | None) -> bool:
     size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
     return limit is not None and size >= limit
@@ -120,7 +104,8 @@ def _extended() -> DownpourExtended | None:
     return extended if isinstance(extended, DownpourExtended) else None
 
 
-def _initialize(original: Callable[..., Any], variable: Any, initializer: Any) -> Any:
+def initialize(original: Callable[..., Any], variable: Any, initializer: Any) -> Any:
+    """Make the variable of a table on the servers."""
     extended = _extended()
     if extended is None:
         return original(variable, initializer)
@@ -134,7 +119,8 @@ def _initialize(original: Callable[..., Any], variable: Any, initializer: Any) -
         extended.initializing, extended.embedding = before, layer
 
 
-def _build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+def build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a large table of an Embedding on the servers."""
     extended = _extended()
     if extended is None or layer.built or not _is_large(layer, extended.table_bytes):
         return original(layer, *args, **kwargs)
@@ -161,7 +147,8 @@ def _build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) 
     return found
 
 
-def _look_up(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
+def look_up(original: Callable[..., Any], layer: Any, inputs: Any) -> Any:
+    """Look up rows of a table that is on the servers."""
     if (table := _table_of(layer)) is None:
         return original(layer, inputs)
     if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
@@ -180,45 +167,49 @@ def _table_of(layer: Any) -> Any:
     return table if isinstance(table, Table) else None
 
 
-def _save_embedding(original: Callable[..., Any], layer: Any, store: Any) -> None:
+def save_embedding(original: Callable[..., Any], layer: Any, store: Any) -> None:
+    """Save a table in parts."""
     if (table := _table_of(layer)) is None:
         original(layer, store)
     else:
-        tables.write(table, _host.hooks.dataset_in(store, "0", table))
+        tables.write(table, _host.stores.dataset_in(store, "0", table))
 
 
-def _load_embedding(original: Callable[..., Any], layer: Any, store: Any) -> None:
+def load_embedding(original: Callable[..., Any], layer: Any, store: Any) -> None:
+    """Load a table in parts."""
     if (table := _table_of(layer)) is None:
         original(layer, store)
     else:
-        tables.load(table, _host.hooks.dataset_in(store, "0"))
+        tables.load(table, _host.stores.dataset_in(store, "0"))
 
 
-def _save_optimizer(original: Callable[..., Any], optimizer: Any, store: Any) -> None:
+def save_optimizer(original: Callable[..., Any], optimizer: Any, store: Any) -> None:
+    """Save the slots of tables in parts."""
     own = [_host.keras.plain(v) for v in optimizer.variables]
     if not any(isinstance(v, Table) for v in own):
         original(optimizer, store)
         return
     for i, variable in enumerate(own):
         if isinstance(variable, Table):
-            tables.write(variable, _host.hooks.dataset_in(store, str(i), variable))
+            tables.write(variable, _host.stores.dataset_in(store, str(i), variable))
         else:
             store[str(i)] = variable.numpy()
 
 
-def _load_optimizer(original: Callable[..., Any], optimizer: Any, store: Any) -> None:
+def load_optimizer(original: Callable[..., Any], optimizer: Any, store: Any) -> None:
+    """Load the slots of tables in parts."""
     own = [_host.keras.plain(v) for v in optimizer.variables]
     if not any(isinstance(v, Table) for v in own) or len(store.keys()) != len(own):
         original(optimizer, store)
         return
     for i, variable in enumerate(optimizer.variables):
         if isinstance(own[i], Table):
-            tables.load(own[i], _host.hooks.dataset_in(store, str(i)))
+            tables.load(own[i], _host.stores.dataset_in(store, str(i)))
         else:
             variable.assign(store[str(i)])
 
 
-def _is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
+def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
     """Let Keras put files with tables together on the disk."""
     if any(isinstance(_host.keras.plain(v), Table) for v in model.variables):
         return False

@@ -78,7 +78,6 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         self._end = _host.iterators.Meeting(functools.partial(level.agreed, transport))
         self._statistics: list[weakref.ref[Any]] = []
         self._parts: list[weakref.ref[Any]] = []
-        _host.hooks.wrap("build", _build_by_first_batches)
 
     # Variables.
 
@@ -487,7 +486,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         return True
 
 
-def _build_by_first_batches(
+def build_by_first_batches(
     original: Callable[..., Any],
     model: Any,
     iterator: Any = None,

@@ -40,45 +40,18 @@ _silent = contextvars.ContextVar("tf_dgc_silent", default=False)
 class _Process:
     """What this process is: a worker among several, or alone."""
 
-    installed = False
     several = False
     chief = True
 
 
-def install(rank: int, workers: int) -> None:
-    """Let the callbacks and models of Keras know of workers.
+def set_worker(rank: int, workers: int) -> None:
+    """Note that this process is a worker among several, or alone.
 
     Nothing changes for models of other strategies, but that several workers can save
     them to one path.
     """
     _Process.several, _Process.chief = workers > 1, rank == 0
-    shared_paths.install(rank, workers)
-    if _Process.installed:
-        return
-    _Process.installed = True
-    callbacks = keras.callbacks
-    for name in _SILENT:
-        if hasattr(callbacks, name):
-            _wrap_hooks(getattr(callbacks, name), lambda hook, *args, **kwargs: None)
-    _wrap_hooks(callbacks.ModelCheckpoint, _decide_only)
-    _wrap(callbacks.TensorBoard, "set_model", _set_model_only)
-    joined = callbacks.CallbackList.set_model
-
-    @functools.wraps(joined)
-    def set_model(self: Any, model: Any) -> None:
-        shared_paths.begin()
-        if model and (strategy := strategy_of(model)):
-            _join(self, strategy, model)
-        joined(self, model)
-
-    callbacks.CallbackList.set_model = set_model
-    keras.Model.export = _refusing_parts(keras.Model.export)
-    _host.hooks.wrap("save optimizer", _save_slots)
-    _host.hooks.wrap("load optimizer", _load_slots)
-    keras.Model.save = _replacing(keras.Model.save)
-    keras.Model.save_weights = _replacing(keras.Model.save_weights)
-    for place in (keras.models, keras.saving):
-        place.save_model = _save_model
+    shared_paths.set_worker(rank, workers)
 
 
 def strategy_of(model: Any) -> Any:
@@ -91,29 +64,48 @@ def strategy_of(model: Any) -> Any:
 # Callbacks that write.
 
 
-def _wrap_hooks(kind: Any, elsewhere: Callable[..., None]) -> None:
-    for name in vars(kind).copy():
+def methods_that_write() -> Iterator[tuple[Any, str, Callable[..., None]]]:
+    """Yield methods of callbacks: class, name, and the hook that replaces each."""
+    for name in _SILENT:
+        if hasattr(keras.callbacks, name):
+            yield from _methods_of(getattr(keras.callbacks, name), _do_nothing)
+    yield from _methods_of(keras.callbacks.ModelCheckpoint, _decide_only)
+    set_only = functools.partial(_on_chief, _set_model_only, "set_model")
+    yield keras.callbacks.TensorBoard, "set_model", set_only
+
+
+def _methods_of(
+    kind: Any, elsewhere: Callable[..., None]
+) -> Iterator[tuple[Any, str, Callable[..., None]]]:
+    for name in vars(kind):
         if name.startswith("on_"):
-            _wrap(kind, name, elsewhere)
+            yield kind, name, functools.partial(_on_chief, elsewhere, name)
 
 
-def _wrap(kind: Any, name: str, elsewhere: Callable[..., None]) -> None:
-    """Let `elsewhere` stand for a method, on workers that are not the chief."""
-    original = vars(kind)[name]
+def _on_chief(
+    elsewhere: Callable[..., None],
+    name: str,
+    original: Callable[..., None],
+    callback: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Call a method of a callback on the chief, and `elsewhere` on other workers."""
+    model = args[0] if name == "set_model" else callback.model
+    strategy = strategy_of(model)
+    if strategy is None:
+        original(callback, *args, **kwargs)
+    elif strategy.is_chief:
+        with on_one_worker():
+            original(callback, *args, **kwargs)
+    else:
+        elsewhere(original, callback, *args, **kwargs)
 
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        model = args[0] if name == "set_model" else self.model
-        strategy = strategy_of(model)
-        if strategy is None:
-            original(self, *args, **kwargs)
-        elif strategy.is_chief:
-            with on_one_worker():
-                original(self, *args, **kwargs)
-        else:
-            elsewhere(original, self, *args, **kwargs)
 
-    setattr(kind, name, method)
+def _do_nothing(
+    original: Callable[..., None], callback: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Write nothing."""
 
 
 def _decide_only(
@@ -232,6 +224,14 @@ class _Meeting(keras.callbacks.Callback):
             self._strategy.barrier()
 
 
+def set_model(original: Callable[..., None], callbacks: Any, model: Any) -> None:
+    """Let a list of callbacks begin, with what lets the workers wait for each other."""
+    shared_paths.begin()
+    if model and (strategy := strategy_of(model)):
+        _join(callbacks, strategy, model)
+    original(callbacks, model)
+
+
 def _join(callbacks: Any, strategy: Any, model: Any) -> None:
     """Put into a list of callbacks what lets the workers wait for each other."""
     given = callbacks.callbacks
@@ -278,38 +278,33 @@ def _share_restored(strategy: Any, model: Any, writers: Sequence[Any]) -> None:
 # Models that all workers save.
 
 
-def _replacing(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that saves a model, with its file replaced in one instant."""
+def save(
+    original: Callable[..., None],
+    model: Any,
+    filepath: Any,
+    overwrite: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Save a model, or its weights, to a file that is replaced in one instant."""
+    bands.refuse_to_save(model.variables, f"The model {model.name!r}")
+    if _silent.get():
+        return
+    target = _plain_file(filepath, overwrite) if _Process.several else None
+    if target is None or args or any(v is not None for v in kwargs.values()):
+        original(model, filepath, overwrite, *args, **kwargs)
+        return
+    strategy = strategy_of(model)
+    chief = strategy.is_chief if strategy else _Process.chief
+    shared_paths.note_saving(target)
+    with _replaced(target, chief) as temporary, on_one_worker():
+        original(model, temporary, overwrite, **kwargs)
 
-    @functools.wraps(original)
-    def save(
-        self: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        bands.refuse_to_save(self.variables, f"The model {self.name!r}")
-        if _silent.get():
-            return
-        target = _plain_file(filepath, overwrite) if _Process.several else None
-        if target is None or args or any(v is not None for v in kwargs.values()):
-            original(self, filepath, overwrite, *args, **kwargs)
-            return
-        strategy = strategy_of(self)
-        chief = strategy.is_chief if strategy else _Process.chief
-        shared_paths.note_saving(target)
-        with _replaced(target, chief) as temporary, on_one_worker():
-            original(self, temporary, overwrite, **kwargs)
 
-    return save
-
-
-def _refusing_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of models that refuses those with split layers."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bands.refuse_to_save(self.variables, f"The model {self.name!r}")
-        return original(self, *args, **kwargs)
-
-    return method
+def export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to export a model with split layers."""
+    bands.refuse_to_save(model.variables, f"The model {model.name!r}")
+    return original(model, *args, **kwargs)
 
 
 class _Without(dict[str, Any]):
@@ -324,13 +319,13 @@ class _Without(dict[str, Any]):
             self._store[key] = value
 
 
-def _save_slots(original: Callable[..., None], optimizer: Any, store: Any) -> None:
+def save_slots(original: Callable[..., None], optimizer: Any, store: Any) -> None:
     """Leave out what is kept elsewhere."""
     kept = _kept_elsewhere(optimizer)
     original(optimizer, _Without(store, set(kept)) if kept else store)
 
 
-def _load_slots(original: Callable[..., None], optimizer: Any, store: Any) -> None:
+def load_slots(original: Callable[..., None], optimizer: Any, store: Any) -> None:
     """Leave alone what is kept elsewhere."""
     if kept := _kept_elsewhere(optimizer):
         own = {key: np.array(variable) for key, variable in kept.items()}
@@ -346,10 +341,14 @@ def _kept_elsewhere(optimizer: Any) -> dict[str, Any]:
     return {str(i): v for i, v in numbered if bands.of(v) is not None}
 
 
-def _save_model(
-    model: keras.Model, filepath: Any, overwrite: bool = True, **kwargs: Any
+def save_model(
+    original: Callable[..., None],
+    model: keras.Model,
+    filepath: Any,
+    overwrite: bool = True,
+    **kwargs: Any,
 ) -> None:
-    """Save a model: `keras.saving.save_model`, as `Model.save` does it."""
+    """Save a model as `Model.save` does it."""
     model.save(filepath, overwrite, **kwargs)
 
 

@@ -7,6 +7,7 @@ training at a time: steps of two threads would meet other workers in any order.
 import contextlib
 import multiprocessing.dummy
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,30 +25,19 @@ class Run(NamedTuple):
     several: bool  # whether several workers take part
 
 
+_own: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies of this package
 _running: list[Run] = []
 _entering = threading.Lock()
 
 
-def install(check: Callable[[Any], bool]) -> None:
-    """Watch what is set, and what trains, for all of this process; once.
-
-    Args:
-        check: tells whether a strategy is one of this package.
-    """
-    if not _is_own:
-        _is_own.append(check)
-    _host.hooks.wrap("set strategy", _set)
-    _host.hooks.wrap("fit", _fit)
-    _host.hooks.wrap("evaluate", _evaluate)
-    _host.hooks.wrap("predict", _predict)
+def note(strategy: Any) -> None:
+    """Note a strategy of this package, as it is made."""
+    _own.add(strategy)
 
 
 def is_own(strategy: Any) -> bool:
     """Tell whether a strategy is one of this package."""
-    return any(check(strategy) for check in _is_own)
-
-
-_is_own: list[Callable[[Any], bool]] = []
+    return strategy in _own
 
 
 def current() -> Run | None:
@@ -68,7 +58,8 @@ def may_be_outside() -> bool:
     return in_main or not _host.scopes.is_open_elsewhere()
 
 
-def _set(original: Callable[[Any], None], strategy: Any) -> None:
+def set_strategy(original: Callable[[Any], None], strategy: Any) -> None:
+    """Let threads to come begin with a strategy that is set for the process."""
     original(strategy)
     own = strategy if is_own(strategy) else None
     _host.scopes.set_for_process(own, _takes_strategy)
@@ -87,21 +78,22 @@ def _takes_strategy() -> bool:
     return not (_running or of_pool or of_tensorflow)  # that others have started
 
 
-def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note a `fit`."""
     with _noted("fit", model):
         return original(model, *args, **kwargs)
 
 
-def _evaluate(
+def evaluate(
     original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Note an `evaluate`."""
     with _noted("evaluate", model):
         return original(model, *args, **kwargs)
 
 
-def _predict(
-    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-) -> Any:
+def predict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note a `predict`."""
     with _noted("predict", model):
         return original(model, *args, **kwargs)
 

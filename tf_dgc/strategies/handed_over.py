@@ -22,16 +22,10 @@ _ROWS = 256  # that are looked at in larger ones
 _MOST_PARTS = 100
 
 
-def install() -> None:
-    """Compare what is handed over; once."""
-    _host.hooks.wrap("fit", _fit)
-    _host.hooks.wrap("predict", _predict)
-    _host.hooks.wrap("evaluate", _evaluate)
-
-
-def _predict(
+def predict(
     original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
+    """Predict by itself where workers hand over data of their own."""
     strategy: Any = _host.keras.strategy_of(model)
     own: Any = getattr(strategy, "own_batches", None)
     given = _given(args, kwargs)
@@ -46,15 +40,16 @@ def _predict(
     return own.call(lambda: original(model, *args, **kwargs))
 
 
-def _evaluate(
+def evaluate(
     original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
+    """Compare the data that workers hand over."""
     strategy: Any = _host.keras.strategy_of(model)
     _refuse_differing(strategy, "evaluate", _given(args, kwargs))
     return original(model, *args, **kwargs)
 
 
-def _fit(
+def fit(
     original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
 ) -> Any:
     """Compare before the first step what would be found at the end of an epoch."""

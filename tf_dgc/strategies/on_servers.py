@@ -132,7 +132,7 @@ def of_all(
 ) -> list[Any]:
     """Return pairs with what all workers computed in the place of gradients."""
     if optimizers.clipping_of(optimizer):
-        means = _host.hooks.clipped(optimizer, [mean.joined() for mean in means])
+        means = _host.applying.clipped(optimizer, [mean.joined() for mean in means])
     return list(zip(means, [variable for _, variable in pairs], strict=True))
 
 

@@ -13,12 +13,6 @@ from tf_dgc import _host
 from tf_dgc.strategies import fits
 
 
-def install() -> None:
-    """Look at what optimizers apply; once."""
-    _host.hooks.wrap("apply", _apply)
-    _host.hooks.wrap("apply scaled", _apply)
-
-
 def error(name: str) -> RuntimeError:
     """Return what is raised where nothing would be exchanged.
 
@@ -36,12 +30,13 @@ def error(name: str) -> RuntimeError:
     )
 
 
-def _apply(
+def apply(
     original: Callable[..., Any],
     optimizer: Any,
     grads: Any,
     trainable_variables: Any = None,
 ) -> Any:
+    """Refuse gradients that an optimizer applies outside of replicas."""
     strategy = _host.keras.strategy_of(optimizer)
     if strategy is None or not fits.is_own(strategy):
         return original(optimizer, grads, trainable_variables)

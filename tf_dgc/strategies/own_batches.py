@@ -35,7 +35,6 @@ class OwnBatches:
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             self._alone = tf.Variable(False, trainable=False, synchronization=own)
-        _host.hooks.wrap("predict on batch", _predict_on_batch)
 
     def predict(self, args: Any, step: Callable[[Any], Any]) -> Any:
         """Return the outputs of a step, of all workers or of this one.
@@ -130,9 +129,10 @@ def gathered_rows(transport: Transport, own: Any, name: str) -> Any:
     return transport.all_gather_ragged(own, name)
 
 
-def _predict_on_batch(
+def predict_on_batch(
     original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Predict a batch of this worker's own."""
     own = getattr(_host.keras.strategy_of(model), "own_batches", None)
     if own is None:
         return original(model, *args, **kwargs)

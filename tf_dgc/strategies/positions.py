@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import _host
-
 # Of SerializeIterator: leave out what Python and random operations keep to themselves.
 _IGNORE = 1
 _STATE = "iterator"
@@ -21,11 +19,13 @@ def at_next_epoch(steps: int, ready: Callable[[Any], None]) -> None:
         steps: how many were done before.
         ready: is called with the iterator of the data, before anything is read of it.
     """
-    _host.hooks.wrap("steps", _from_position)
     _next[:] = [(steps, ready)]
 
 
-def _from_position(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
+def steps_from_position(
+    original: Callable[..., Iterator[Any]], epoch: Any
+) -> Iterator[Any]:
+    """Yield the steps of an epoch that a backup leaves to do."""
     steps, ready = _next.pop() if _next else (0, None)
     for entry in original(epoch):  # in older versions of Keras without the end
         begin, iterator = entry[0], entry[-1]

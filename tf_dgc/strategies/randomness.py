@@ -53,13 +53,6 @@ def share(seed: int) -> None:
     """
     for name in ("tf.data", "arrays", "PyDataset"):
         _streams[name] = random.Random(f"{seed} {name}")
-    _host.hooks.wrap("seeds", _by_rank)
-    _host.hooks.wrap("generator", _next_by_rank)
-    _host.hooks.wrap("data seeds", _alike)
-    _host.hooks.wrap("arrays", _arrays_alike)
-    for name in ("interleave", "map", "batch", "parallel interleave"):
-        _host.hooks.wrap(name, _in_order)
-    _host.hooks.replace_random(_Random)
 
 
 def take_over(transport: Transport) -> bool:
@@ -135,28 +128,33 @@ def key_by(rank: int, state: tf.Tensor) -> tf.Tensor:
     return tf.concat([state[:-1], state[-1:] + rank * _STRIDE], axis=0)
 
 
-def _by_rank(original: Callable[..., Any], op_seed: Any) -> Any:
+def seed_by_rank(original: Callable[..., Any], op_seed: Any) -> Any:
+    """Take the rank of a replica into the seeds of an operation."""
     first, second = original(op_seed)
-    rank = _host.distribute.replica_rank()
+    rank = _host.distribute.replica_rank() if _streams else 0
     if rank and first is not None:
         first = (first + rank * _STRIDE) % _LARGEST
     return first, second
 
 
-def _next_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def next_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take the rank of a replica into the next seed of a generator of Keras."""
     seed = original(*args, **kwargs)
-    rank = _host.distribute.replica_rank()
+    rank = _host.distribute.replica_rank() if _streams else 0
     return seed + tf.constant([rank * _STRIDE, 0], seed.dtype) if rank else seed
 
 
-def _alike(original: Callable[..., Any], seed: Any) -> Any:
-    if seed is None and _host.tensorflow.global_seed() is None:
+def seed_alike(original: Callable[..., Any], seed: Any) -> Any:
+    """Take the seed of a dataset from the workers' stream, where none is set."""
+    if _streams and seed is None and _host.tensorflow.global_seed() is None:
         seed = _streams["tf.data"].getrandbits(31)
     return original(seed)
 
 
-def _in_order(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_order(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a dataset that works in parallel, but not in whatever order."""
+    if not _streams:
+        return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     for name, other in (("deterministic", False), ("sloppy", True)):
         if given.arguments.get(name) is other:
@@ -164,8 +162,11 @@ def _in_order(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*given.args, **given.kwargs)
 
 
-def _arrays_alike(original: Callable[..., Any], adapter: Any) -> Any:
-    if not _host.keras.shuffles(adapter) or _host.tensorflow.global_seed() is not None:
+def arrays_alike(original: Callable[..., Any], adapter: Any) -> Any:
+    """Shuffle arrays in one order on all workers."""
+    if not _streams or not _host.keras.shuffles(adapter):
+        return original(adapter)
+    if _host.tensorflow.global_seed() is not None:
         return original(adapter)
     shuffle = permutation_by(_streams["arrays"].getrandbits(30))
     with _in_place_of_shuffle(shuffle):
@@ -219,7 +220,7 @@ def _in_place_of_shuffle(shuffle: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[
         tf.random.shuffle = original
 
 
-class _Random:
+class OrderOfPyDatasets:
     """The module `random`, but for the order in which a PyDataset is read."""
 
     def __init__(self, original: Any) -> None:
@@ -228,7 +229,8 @@ class _Random:
     def shuffle(self, indices: list[int]) -> None:
         """Shuffle in place, alike on all workers."""
         set_by_user = _host.tensorflow.global_seed() is not None
-        (self._original if set_by_user else _streams["PyDataset"]).shuffle(indices)
+        own = set_by_user or not _streams
+        (self._original if own else _streams["PyDataset"]).shuffle(indices)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)

@@ -99,21 +99,15 @@ _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar(
 )
 
 
-def install() -> None:
-    """Leave printing to the chief, for all of this process; once."""
-    _host.hooks.wrap("print", _print)
-    _host.hooks.wrap("fit", _fit)
-    _host.hooks.wrap("steps", _steps)
-    _host.hooks.wrap("batch end", _batch_end)
-
-
-def _print(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def print_on_chief(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Leave printing to the chief."""
     run = fits.current()
     if run is None or getattr(_host.keras.strategy_of(run.model), "is_chief", True):
         original(*args, **kwargs)
 
 
-def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Report a `fit` of several workers on the chief."""
     strategy: Any = _host.keras.strategy_of(model)
     given = inspect.signature(original).bind_partial(model, *args, **kwargs).arguments
     verbose = given.get("verbose", "auto")
@@ -131,15 +125,17 @@ def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     return history
 
 
-def _steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
+def steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
+    """Note that a first step begins."""
     if (report := _report.get()) is not None:
         report.first_step_begins()
     yield from original(epoch)
 
 
-def _batch_end(
+def end_batch(
     original: Callable[..., None], callbacks: Any, batch: int, logs: Any = None
 ) -> None:
+    """Count a batch in the report."""
     if (report := _report.get()) is not None:
         report.count(batch)
     original(callbacks, batch, logs)

@@ -920,3 +920,8 @@ def run_with_a_row(
 
     tf.cond(count == 0, put_back, lambda: None)
     return result, count, flow
+
+
+def share_of(strategy: Any) -> Any:
+    """Return the `Share` of a strategy: None of others, and where one worker trains."""
+    return getattr(strategy, "share", None)

@@ -9,7 +9,6 @@
 
 import contextlib
 import ctypes
-import functools
 import os
 import pathlib
 import shutil
@@ -17,9 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import keras
-
-from tf_dgc import _host
 from tf_dgc.transports import base
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2(2)
@@ -34,7 +30,6 @@ _OWN = frozenset(
 class _Process:
     """State of this process, as a worker among several, or alone."""
 
-    installed = False
     rank, workers = 0, 1
     # When `fit` or the like began last, by the clock of files.
     since = 0.0
@@ -43,25 +38,18 @@ class _Process:
     beside: ClassVar[dict[str, "tuple[int, int] | None"]] = {}
 
 
-def install(rank: int, workers: int) -> None:
-    """Let functions of TensorFlow and Keras know of workers."""
+def set_worker(rank: int, workers: int) -> None:
+    """Note that this process is a worker among several, or alone."""
     _Process.rank, _Process.workers = rank, workers
-    if _Process.installed:
-        return
-    _Process.installed = True
-    _host.hooks.wrap("cache", _cache)
-    _host.hooks.wrap("save folder", _save_folder)
-    _host.hooks.wrap("load weights", _load_weights)
-    for place in (keras.models, keras.saving):
-        place.load_model = _waiting(place.load_model)
 
 
 # Caches of tf.data.
 
 
-def _cache(
+def cache(
     original: Callable[..., Any], dataset: Any, filename: Any = "", **kwargs: Any
 ) -> Any:
+    """Cache a dataset in a file of this worker alone."""
     if isinstance(filename, (str, bytes, os.PathLike)) and os.fspath(filename):
         filename = own_path(os.fsdecode(filename))
         if os.environ.get("TF_DGC_ATTEMPT", "0") != "0":
@@ -94,13 +82,14 @@ def _unlock(path: str) -> None:
 # Folders of models.
 
 
-def _save_folder(
+def save_folder(
     original: Callable[..., Any],
     obj: Any,
     export_dir: Any,
     signatures: Any = None,
     options: Any = None,
 ) -> Any:
+    """Save a model to a folder, which is replaced in one instant."""
     target = _plain_folder(export_dir) if _Process.workers > 1 else None
     if target is None or getattr(options, "experimental_image_format", False):
         return original(obj, export_dir, signatures, options)
@@ -179,20 +168,20 @@ def note_saving(path: pathlib.Path) -> None:
         _Process.beside.setdefault(str(chief), stamp(chief))
 
 
-def _load_weights(
+def load_weights(
     original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Load weights once the chief has written them."""
     wait_for_chief(filepath)
     return original(model, filepath, *args, **kwargs)
 
 
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_model(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        wait_for_chief(filepath)
-        return original(filepath, *args, **kwargs)
-
-    return load_model
+def load_model(
+    original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Load a model once the chief has written it."""
+    wait_for_chief(filepath)
+    return original(filepath, *args, **kwargs)
 
 
 def wait_for_chief(filepath: Any) -> None:

@@ -64,11 +64,6 @@ class Stopping:
                 )
             )
         self._trainings: list[_Training] = []
-        _host.hooks.wrap("fit", _fit)
-        _host.hooks.wrap("steps", _steps)
-        _host.hooks.wrap("logs", _logs)
-        _host.hooks.wrap("batch end", _batch_end)
-        _host.hooks.wrap("epoch end", _epoch_end)
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
@@ -232,7 +227,8 @@ def _of(model: Any) -> Stopping | None:
     return found if isinstance(found, Stopping) else None
 
 
-def _fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Watch a `fit`, which may end on one worker."""
     if (stopping := _of(model)) is None:
         return original(model, *args, **kwargs)
     with stopping.training(model):
@@ -248,15 +244,16 @@ def _training_now() -> tuple[Stopping, _Training] | None:
     return None if training is None else (stopping, training)
 
 
-def _steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
+def steps(original: Callable[..., Iterator[Any]], epoch: Any) -> Iterator[Any]:
     """Yield the steps of an epoch, and leave those that follow to `Stopping`."""
-    steps = original(epoch)
+    entries = original(epoch)
     if (found := _training_now()) is not None:
-        found[1].steps, found[1].batches = steps, 0
-    yield from steps
+        found[1].steps, found[1].batches = entries, 0
+    yield from entries
 
 
-def _logs(original: Callable[..., Any], model: Any, logs: Any) -> Any:
+def end_of_data(original: Callable[..., Any], model: Any, logs: Any) -> Any:
+    """Let others know that the data of an epoch have ended here."""
     found = _training_now()
     if found is None:
         return original(model, logs)
@@ -264,17 +261,19 @@ def _logs(original: Callable[..., Any], model: Any, logs: Any) -> Any:
         return original(model, logs)
 
 
-def _batch_end(
+def end_batch(
     original: Callable[..., None], callbacks: Any, batch: int, logs: Any = None
 ) -> None:
+    """Let training go on, or end, after a batch."""
     original(callbacks, batch, logs)
     if (found := _training_now()) is not None:
         found[0].after_batch(found[1], batch + 1, callbacks.callbacks)
 
 
-def _epoch_end(
+def end_epoch(
     original: Callable[..., None], callbacks: Any, epoch: int, logs: Any = None
 ) -> None:
+    """Let training go on, or end, after an epoch."""
     original(callbacks, epoch, logs)
     if (found := _training_now()) is not None:
         found[0].after_epoch(found[1], callbacks.callbacks)

@@ -32,7 +32,7 @@ _WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.TensorBoard,
 )
-_CLIPS = ("clip_by_global_norm", "clip_by_norm", "clip_by_value")
+_CLIPS = ("clip by global norm", "clip by norm", "clip by value")
 
 
 class Enough(BaseException):
@@ -61,10 +61,10 @@ class Recorder(keras.callbacks.Callback):
 
     def install(self) -> None:
         """Let the next `fit` of this process be recorded, and end the script."""
-        _host.hooks.wrap("fit", self._fit)
-        _host.hooks.wrap("update step", self._note_gradients)
+        _host.patches.wrap("fit", self._fit)
+        _host.patches.wrap("update step", self._note_gradients)
         for name in _CLIPS:
-            setattr(tf, name, self._noting_lines(getattr(tf, name)))
+            _host.patches.wrap(name, self._note_line)
 
     def _fit(
         self,
@@ -160,14 +160,11 @@ class Recorder(keras.callbacks.Callback):
             pairs = [(without_repetition(g), v) for g, v in pairs]
         return original(optimizer, distribution, pairs, learning_rate)
 
-    def _noting_lines(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            line = _line_of_user()
-            if line and line not in self._notes["clips"]:
-                self._notes["clips"].append(line)
-            return clip(*args, **kwargs)
-
-        return noting
+    def _note_line(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        line = _line_of_user()
+        if line and line not in self._notes["clips"]:
+            self._notes["clips"].append(line)
+        return clip(*args, **kwargs)
 
     # Between the steps.
 

@@ -1,0 +1,71 @@
+"""Training and evaluation of models whose parameters are on servers."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tf_dgc import _host
+from tf_dgc.strategies import outside
+from tf_dgc.strategies.served import DownpourExtended
+
+
+def _is_served(strategy: Any) -> bool:
+    return isinstance(getattr(strategy, "extended", None), DownpourExtended)
+
+
+def apply(
+    original: Callable[..., Any], optimizer: Any, grads: Any, variables: Any
+) -> Any:
+    """Prepare what an optimizer trains on the servers, then apply its gradients."""
+    strategy: Any = _host.keras.strategy_of(optimizer)
+    if _is_served(strategy):
+        if not strategy.extended.running:
+            raise outside.error(variables[0].name)
+        strategy.prepare(optimizer, list(zip(grads, variables, strict=True)))
+        strategy.extended.applying = True
+    try:
+        return original(optimizer, grads, variables)
+    finally:
+        if _is_served(strategy):
+            strategy.extended.applying = False
+
+
+def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Train with all batches, as servers want them; name a server that fails."""
+    strategy: Any = _host.keras.strategy_of(model)
+    if not _is_served(strategy):
+        return original(model, *args, **kwargs)
+    bound = inspect.signature(keras.Model.fit).bind(model, *args, **kwargs)
+    arguments = dict(bound.arguments)
+    del arguments["self"]
+    callbacks = _listed(arguments.get("callbacks"))
+    for each in callbacks:
+        if isinstance(each, keras.callbacks.SwapEMAWeights):
+            raise ValueError(
+                "SwapEMAWeights must not be among the callbacks: the averages are on "
+                "the servers, and other workers train while it has swapped them. "
+                f"Received: {each!r}. The end of `fit` puts them into the model"
+            )
+    arguments = strategy.extended.of_fit(arguments)
+    with strategy.fitting(model, callbacks), strategy.named_errors():
+        return original(model, **arguments)
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    """Return callbacks as a list, in whatever way `fit` got them."""
+    callbacks = getattr(callbacks, "callbacks", callbacks) or []  # of a CallbackList
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def evaluate(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Evaluate or predict all batches by itself; name a server that fails."""
+    strategy: Any = _host.keras.strategy_of(model)
+    if not _is_served(strategy):
+        return original(model, *args, **kwargs)
+    args, kwargs = strategy.extended.of_evaluation(args, kwargs)
+    with strategy.evaluating(), strategy.named_errors():
+        return original(model, *args, **kwargs)
