@@ -274,7 +274,7 @@ class SimulatedStrategy(BaseStrategy):
         def apply(grads: Any, trainable_variables: Any = None) -> None:
             if trainable_variables is None:
                 trainable_variables = _host.keras.variables_of(optimizer)
-            own = self._turns.own_gradients(grads, trainable_variables)
+            own = self._turns.weights.applied(grads, trainable_variables)
             pairs = zip(own, trainable_variables, strict=True)
             applied.append(self._weighed([(g, v) for g, v in pairs if g is not None]))
 
@@ -295,10 +295,10 @@ class SimulatedStrategy(BaseStrategy):
         Where nothing is compressed they are multiplied by it here.
         """
         variables = [v for _, v in pairs]
-        factor, scale = self._turns.factor(variables), tf.ones([])
+        factor, scale = self._turns.weights.factor(variables), tf.ones([])
         if self.config is None:
             factor, scale = scale, factor
-        elif self._turns.is_by_rows(variables):
+        elif self._turns.step.is_by_rows(variables):
             # The exchange takes a gradient for a part of that of all rows.
             factor, scale = self._workers * factor, scale / self._workers
         return factor, [

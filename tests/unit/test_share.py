@@ -503,7 +503,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         def work(transport: Loopback) -> Any:
             rank = transport.rank
             share = tf_dgc.DenseStrategy(transport=transport).share
-            share._rows.assign([3.0, 1.0, 0.0][rank])
+            share.rows.begin([3.0, 1.0, 0.0][rank])
             logs = {
                 "loss": tf.constant([1.0, 5.0, float("nan")][rank]),
                 "vector": np.array([0.0, rank]),

@@ -209,7 +209,7 @@ class SplitDense(keras.layers.Dense):
 
     def _product(self, parts: tf.Tensor) -> tf.Tensor:
         kernel = tf.cast(self._kernel.value, parts.dtype)
-        return product(parts, kernel, self._share.factors)
+        return product(parts, kernel, self._share.weights.factors)
 
     def _bias(self) -> tf.Tensor | None:
         # Metrics read the outputs when the step has changed the bias.
@@ -222,7 +222,7 @@ class SplitDense(keras.layers.Dense):
         y = tf.reshape(flat, tf.concat([form, [self.units]], 0))
         y = tf.ensure_shape(y, [*shape, self.units])
         if self._share is not None:
-            self._share.note_rows(y)
+            self._share.step.note_rows(y)
         y = y if bias is None else keras.ops.add(y, bias)
         return y if self.activation is None else self.activation(y)
 

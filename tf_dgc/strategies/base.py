@@ -416,7 +416,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 "`strategy.exchange` must not be called with DGCConfig: workers send a "
                 "part of each gradient. DGCConfig(clip_norm=...) clips them"
             )
-        return self.share.exchanged(gradients)
+        return self.share.early.exchanged(gradients)
 
     def _part_of_model(self, owner: object, variables: Sequence[Any]) -> float:
         """Return what part variables are, in bytes, of what a model's step trains."""
@@ -464,13 +464,14 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         optimizer's own momentum suspended.
         """
         if self.share is not None:
-            self.share.refuse_undecided()
+            self.share.decisions.refuse_undecided()
         workers = self._mesh.replicas
         self._warn(optimizers.warnings_about(optimizer, workers, self._config))
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
                 self.extended.refuse_foreign(variable)
-        if self.share is not None and self.share.is_done([v for _, v in pairs]):
+        variables = [v for _, v in pairs]
+        if self.share is not None and self.share.step.is_done(variables):
             done = [(g, v) for g, v in pairs if g is not None]
             found = Update([g for g, _ in done], [False] * len(done))
             variables = [v for _, v in done]
@@ -499,7 +500,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Return what gradients count, and the witness of the batch they are of."""
         part = None
         if self.share is not None:
-            part = self.share.part(optimizer, learning_rate, [v for _, v in pairs])
+            variables = [v for _, v in pairs]
+            part = self.share.weights.part(optimizer, learning_rate, variables)
         if part is None:
             return None
         if self.stopping is not None:

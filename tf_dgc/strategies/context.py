@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, optimizers
+from tf_dgc.strategies.share import share_of
 
 
 class ReplicaContext(tf.distribute.ReplicaContext):
@@ -25,8 +26,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Defer an optimizer's reduction to its merge_call; do any other."""
         if not isinstance(value, list) or _host.keras.calling_optimizer() is None:
-            if (share := getattr(self.strategy, "share", None)) is not None:
-                value = share.counted(value)
+            if (share := share_of(self.strategy)) is not None:
+                value = share.rows.counted(value)
             return self._met(super().all_reduce(reduce_op, value, options))
         local = [
             tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in value
@@ -38,11 +39,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """Gather rows, in steps that have none without the row that stands for them."""
         share = self.strategy.share
         if share is not None and isinstance(axis, int) and axis == 0:
-            value = tf.nest.map_structure(share.rows_in_step, value)
+            value = tf.nest.map_structure(share.rows.with_rows, value)
         return self._met(super().all_gather(value, axis, options))
 
     def _met(self, found: Any) -> Any:
-        share = getattr(self.strategy, "share", None)
+        share = share_of(self.strategy)
         if share is not None:
             for tensor in tf.nest.flatten(found):
                 share.note_meeting(tensor)

@@ -382,7 +382,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
                 optimizer = getattr(fn, "__self__", None)
                 inner = _host.keras.inner_optimizers(optimizer)[-1]
                 variables = _host.keras.variables_of(inner)
-                result = share.all_finite(result, args[0], variables)
+                result = share.weights.all_finite(result, args[0], variables)
             result = self._transport.holds_on_all(result, "finite")
         return result
 

@@ -6,19 +6,16 @@ in which workers meet M times is taken M + 1 times.
 """
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.share import Share
+from tf_dgc.strategies.step_warnings import WarningsInTurn
 from tf_dgc.transports.base import Transport, default_device
-
-_logger = logging.getLogger("tf_dgc")
 
 
 class Seat(Transport):
@@ -83,6 +80,8 @@ class Seat(Transport):
 class ShareInTurn(Share):
     """Part of the step of the worker whose turn it is."""
 
+    _warnings = WarningsInTurn
+
     def __init__(self, seat: Seat, clips_sum: bool) -> None:
         """Create the variables, outside of any graph."""
         super().__init__(seat, clips_sum, local=False)
@@ -103,7 +102,7 @@ class ShareInTurn(Share):
         def of_all(name: str | None, stacked: tf.Tensor) -> tf.Tensor:
             if name in by_metrics or not stacked.dtype.is_floating:
                 return stacked[-1]
-            shares = tf.cast(self._shares_of_rows(), stacked.dtype)
+            shares = tf.cast(self.rows.shares(), stacked.dtype)
             return tf.tensordot(shares, stacked, 1)
 
         if not isinstance(logs, Mapping):
@@ -112,11 +111,3 @@ class ShareInTurn(Share):
             name: tf.nest.map_structure(functools.partial(of_all, name), stacked)
             for name, stacked in logs.items()
         }
-
-    def _tell_what_parts(self, model: keras.Model, flow: _host.flow.Flow) -> None:
-        """Say nothing: what a step writes is of the rows of all in turn."""
-
-    def _say(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.add(warning)
-            _logger.warning(warning)

@@ -14,13 +14,18 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.exchanges import Part
 from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers import members
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import Turns
+from tf_dgc.strategies.current import Current
+from tf_dgc.strategies.early import EarlyOnServers
+from tf_dgc.strategies.means import OwnMeans
+from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.share import Share
+from tf_dgc.strategies.step_warnings import WarningsOnServers
+from tf_dgc.strategies.weights import WeightsOnServers
 from tf_dgc.transports.base import Transport, default_device
 
 _WIRE = tf.float64  # type in which sums are on the servers
@@ -117,17 +122,31 @@ class _Sum:
             return tf.identity(total)
 
 
+class RowsOnServers(Rows):
+    """Rows of a worker whose gradients count by them in a mean on servers."""
+
+    def __init__(self, transport: Transport, current: Current) -> None:
+        """Create the variables, outside of any graph."""
+        super().__init__(transport, current)
+        self._usual.assign(1.0)
+
+    def _agree_on_usual(self) -> None:
+        """Weights are rows: nobody asks how many are usual."""
+
+
 class ServedShare(Share):
     """Part of a worker in a step that all take together on servers.
 
     Its metrics are of its own rows.
     """
 
+    _rows, _early, _weights = RowsOnServers, EarlyOnServers, WeightsOnServers
+    _means, _warnings = OwnMeans, WarningsOnServers
+
     def __init__(self, transport: OverServers) -> None:
         """Create the variables, outside of any graph."""
         super().__init__(transport, clips_sum=False, local=False)
         self._meetings = transport
-        self._usual.assign(1.0)
 
     def run(
         self, model: keras.Model, method: Any, args: Any, step: Callable[[Any], Any]
@@ -138,31 +157,8 @@ class ServedShare(Share):
         self._meetings.begin()
         return super().run(model, method, args, step)
 
-    def part(
-        self, optimizer: keras.optimizers.Optimizer, rate: Any, variables: Sequence[Any]
-    ) -> Part:
-        """Return what gradients count; in a loop of one's own all alike in a mean."""
-        if self.model is None:
-            return Part(rate, tf.ones([]), 1)
-        return super().part(optimizer, rate, variables)
-
-    def exchanged(self, gradients: Sequence[Any]) -> list[Any]:
-        """Refuse: gradients meet where they are applied.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "`strategy.exchange` must not be called with DownpourConfig, as gradients "
-            "meet on the servers. Optimizers clip those of all: clipnorm, clipvalue"
-        )
-
     def note_meeting(self, tensor: Any) -> None:
         """Note nothing: what a script reduces is of this worker alone."""
-
-    def weighed_mean(self, value: Any, given: Any) -> tuple[Any, Any]:
-        """Return both as they are."""
-        return value, given
 
     def agree_on_logs(
         self,
@@ -172,15 +168,3 @@ class ServedShare(Share):
     ) -> dict[str, Any]:
         """Return the logs of this worker."""
         return logs
-
-    def _told(self, value: Any) -> Any:
-        return value
-
-    def _tell_what_parts(self, model: keras.Model, flow: _host.flow.Flow) -> None:
-        """Say nothing: variables that nobody trains are each worker's own here."""
-
-    def _tell_what_does_not_add_up(self, writes: Any) -> None:
-        """Say nothing: metrics are each worker's own."""
-
-    def _meet(self) -> None:
-        """Weights are rows: nobody asks how many are usual."""

@@ -21,7 +21,7 @@ def apply_own_gradients(
     """Apply gradients that are zero where a worker has no rows."""
     share = share_of(_host.keras.strategy_of(optimizer))
     if share is not None and not _host.applying.applies_as_they_are(optimizer):
-        grads = share.own_gradients(grads, variables)
+        grads = share.weights.applied(grads, variables)
     return original(optimizer, grads, variables)
 
 
@@ -62,17 +62,17 @@ def leave_undivided(original: Callable[..., Any], value: Any) -> Any:
     share = share_of(tf.distribute.get_strategy())
     if share is None:
         return original(value)
-    if share.leaves_undivided:
+    if share.means.leaves_undivided:
         return value
     divided = original(value)
-    share.note_divided(divided)
+    share.means.note_divided(divided)
     return divided
 
 
 def keep_undivided(original: Callable[..., Any], value: Any) -> Any:
     """Keep Keras from multiplying by N what it has not divided."""
     share = share_of(tf.distribute.get_strategy())
-    undivided = share is not None and share.leaves_undivided
+    undivided = share is not None and share.means.leaves_undivided
     return value if undivided else original(value)
 
 
@@ -87,7 +87,9 @@ def weigh_losses(
     """Compute gradients of a loss that become one with those of other workers."""
     share = share_of(tf.distribute.get_strategy())
     args = tape, target, sources, output_gradients, unconnected_gradients
-    return original(*args) if share is None else share.gradient(original, *args)
+    return (
+        original(*args) if share is None else share.backward.gradient(original, *args)
+    )
 
 
 def note_moments(original: Callable[..., Any], layer: Any, *args: Any) -> Any:
@@ -95,7 +97,7 @@ def note_moments(original: Callable[..., Any], layer: Any, *args: Any) -> Any:
     moments = original(layer, *args)
     share = share_of(tf.distribute.get_strategy())
     if share is not None:
-        share.note_moments(moments)
+        share.step.note_moments(moments)
     return moments
 
 
@@ -105,7 +107,7 @@ def clip_those_of_all(
     """Clip the gradients of all workers, where a step clips a list of its own."""
     share = share_of(tf.distribute.get_strategy())
     if share is not None and isinstance(t_list, list | tuple):
-        t_list = share.clipping(t_list)
+        t_list = share.early.clipping(t_list)
     return original(t_list, *args, **kwargs)
 
 
@@ -116,7 +118,7 @@ def decide_together(
     share = share_of(tf.distribute.get_strategy())
     if share is None or not _host.operations.is_of_user():
         return original(pred, *args, **kw)
-    with share.decided(pred) as whole:
+    with share.decisions.decided(pred) as whole:
         return original(whole, *args, **kw)
 
 
@@ -126,7 +128,7 @@ def clip_that_of_all(
     """Clip the gradient of all workers, where a step clips one of its own."""
     share = share_of(tf.distribute.get_strategy())
     if share is not None:
-        (t,) = share.clipping([t])
+        (t,) = share.early.clipping([t])
     return original(t, *args, **kwargs)
 
 
@@ -141,8 +143,8 @@ def weigh_scalar(
     if share is None or ranks != [0, 0]:
         return original(metric, values, sample_weight)
     if sample_weight is None and _host.keras.is_function_of_user(metric):
-        share.tell_batchwise(metric.name)
-    return original(metric, *share.weighed_mean(values, sample_weight))
+        share.warnings.batchwise(metric.name)
+    return original(metric, *share.means.weighed(values, sample_weight))
 
 
 class _OfRows(keras.losses.Loss):
@@ -165,7 +167,7 @@ def call_loss(
         return original(loss, y_true, y_pred, sample_weight)
     rows = y_pred.losses_by_row(y_true)
     if (share := share_of(tf.distribute.get_strategy())) is not None:
-        share.note_rows(rows)
+        share.step.note_rows(rows)
     _host.keras.copy_mask(y_pred, rows)
     alike = _OfRows(name=loss.name, reduction=loss.reduction, dtype=loss.dtype)
     return alike(y_true, rows, sample_weight)

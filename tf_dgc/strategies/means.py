@@ -1,0 +1,101 @@
+"""Numbers of a step in metrics and logs, as one process has them.
+
+Keras would divide its own means by N. It is kept from that in steps of models, so that
+what is added to them, or told by a metric, is what one process computes.
+"""
+
+import collections
+from typing import Any
+
+import tensorflow as tf
+
+from tf_dgc.strategies.current import Current
+from tf_dgc.strategies.losses import SUMMED, NotKnown
+from tf_dgc.strategies.rows import Rows
+from tf_dgc.transports import Transport
+
+
+class Means:
+    """Numbers that a step gives to metrics, or returns."""
+
+    def __init__(
+        self, transport: Transport, current: Current, rows: Rows, local: bool
+    ) -> None:
+        """Take what is known of a step.
+
+        Args:
+            transport: of the strategy.
+            current: the step that runs.
+            rows: of this worker.
+            local: whether a step is this worker's alone.
+        """
+        self._transport, self._current = transport, current
+        self._rows, self._local = rows, local
+        self._by_keras: collections.deque[Any] = collections.deque(maxlen=8)
+
+    @property
+    def leaves_undivided(self) -> bool:
+        """Whether Keras is to leave its losses as they are: in steps of models."""
+        return self._current.step.model is not None
+
+    def note_divided(self, loss: Any) -> None:
+        """Note a loss that Keras has divided by N."""
+        self._by_keras.append(loss)
+
+    def weighed(self, value: Any, given: Any) -> tuple[Any, Any]:
+        """Return a number for a mean over steps, and what it counts beside others'.
+
+        All workers call this in a step.
+
+        Args:
+            value: shape []: of this worker.
+            given: shape []: the rows of which it is; None for a mean by steps.
+
+        Returns:
+            The number as one process has it, or what this worker has of it, and its
+            weight: shape [], or what is given where that is right.
+        """
+        step, workers = self._current.step, self._transport.size
+        if step.model is None:
+            divided = any(value is each for each in self._by_keras)
+            return (value * workers if divided else value), given
+        if self._local or step.in_branch():
+            return value, given
+        value, is_whole = self._whole(value)
+        if given is None and not is_whole:
+            given = workers * self._rows.own_share()
+        return value, given
+
+    def in_logs(self, value: Any) -> Any:
+        """Return a number of logs as one process has it, but for means of rows."""
+        if not isinstance(value, tf.Tensor) or value.shape.rank != 0:
+            return value
+        if not value.dtype.is_floating or self._local:
+            return value
+        return self._whole(value)[0]
+
+    def _whole(self, value: Any) -> tuple[Any, bool]:
+        """Return a number as one process has it, and whether it is of all rows."""
+        losses = self._current.step.losses
+        if not isinstance(value, tf.Tensor) or losses is None:
+            return value, False
+        way = losses.way_of([value])
+        try:
+            if way is None or way[0] == SUMMED:
+                return losses.value([value]), True
+        except NotKnown:
+            return value, False
+        scale = float(self._transport.size) ** -way[1]
+        return (value * tf.cast(scale, value.dtype) if way[1] else value), False
+
+
+class OwnMeans(Means):
+    """Numbers of steps on servers, whose metrics are of each worker's own rows."""
+
+    def weighed(self, value: Any, given: Any) -> tuple[Any, Any]:
+        """Return both as they are."""
+        return value, given
+
+    def in_logs(self, value: Any) -> Any:
+        """Return a number as it is."""
+        return value
