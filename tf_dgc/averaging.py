@@ -30,7 +30,7 @@ from tf_dgc.values import first_true, widened
 
 
 class Header(NamedTuple):
-    """What a worker tells the others at the start of a round, or all of them.
+    """Header of a round: what a worker tells the others at its start, or all of them.
 
     Each of shape [], float64; of all workers, [N].
     """

@@ -35,12 +35,12 @@ class Band(NamedTuple):
 
     @property
     def used(self) -> int:
-        """How many of the W are of the whole."""
+        """Number of columns, or rows, of the W that are of the whole."""
         return max(0, min(self.width, self.length - self.start))
 
     @property
     def is_split(self) -> bool:
-        """Whether other workers have other parts."""
+        """Tell whether other workers have other parts."""
         return self.workers > 1
 
     def shape(self, part: Sequence[Any]) -> tuple[Any, Any]:

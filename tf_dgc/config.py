@@ -203,7 +203,7 @@ class DGCConfig(_Settings):
 
     @property
     def has_budget(self) -> bool:
-        """Whether the sparsity is still to be found, by the tensors there are."""
+        """Tell whether the sparsity is still to be found, by the tensors there are."""
         return self.bytes_per_step is not None or self.ratio is not None
 
     def without_budget(self, sparsity: float, warmup_steps: int = 0) -> Self:

@@ -1,4 +1,4 @@
-"""What the exchange must know of a Keras optimizer, and of the model it trains."""
+"""Facts about a Keras optimizer, and the model it trains, that an exchange needs."""
 
 import contextlib
 import functools

@@ -54,7 +54,7 @@ class Stacked(Transport):
 
 
 class _OneProcess(LocalTransport):
-    """What carries metrics and the like: there is nobody else.
+    """Transport of metrics and the like: there is nobody else.
 
     Attributes:
         busy: whether a single worker is being computed.

@@ -13,7 +13,7 @@ from tf_dgc.transports.base import Transport
 
 
 class Own(NamedTuple):
-    """What only this worker trains: parts of weights."""
+    """Parts of weights that only this worker trains."""
 
     transport: Transport
     gradients: list[tf.Tensor]
@@ -43,7 +43,7 @@ class Own(NamedTuple):
 
 
 class Synchronous(Protocol):
-    """What exchanges gradients: a `Ledger`, or what makes means of its sums."""
+    """Interface of a `Ledger`, or of what makes means of its sums."""
 
     def gradients(
         self,

@@ -1,4 +1,4 @@
-"""What is done alike with tensors and with IndexedSlices, and what must hold of them.
+"""Operations on tensors and IndexedSlices alike, and conditions that must hold.
 
 Pure functions.
 """

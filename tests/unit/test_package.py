@@ -311,6 +311,7 @@ class ImportTest(tf.test.TestCase):
                 self.assertFalse(found.startswith("."), f"{name}: {found}")
 
 
+RELATIVE = "What Which Who Whose Whom Where Whether When How".split()
 _NAMES = re.compile(r"parameterized\.|named\(")
 
 
@@ -334,6 +335,14 @@ class HouseRulesTest(tf.test.TestCase):
     def test_sources_are_ascii(self) -> None:
         for name, path in modules().items():
             self.assertTrue(path.read_bytes().isascii(), name)
+
+    def test_docstrings_begin_with_a_noun_or_an_imperative(self) -> None:
+        kinds = ast.ClassDef | ast.FunctionDef | ast.Module
+        for name, tree in trees().items():
+            for node in ast.walk(tree):
+                if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                    where = f"{name}:{getattr(node, 'lineno', 1)}"
+                    self.assertNotIn(text.split()[0].strip(",."), RELATIVE, where)
 
     def test_raised_errors_are_instances_with_a_message(self) -> None:
         for name, tree in trees().items():

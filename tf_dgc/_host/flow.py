@@ -1,4 +1,4 @@
-"""What depends on some tensors, and which variables it was written to.
+"""Flow of some tensors: what depends on them, and which variables it was written to.
 
 Variables end a flow: what is read of them depends on nothing. So do collectives, which
 give all workers the same. FRAME is tensorflow/python/framework.

@@ -86,7 +86,7 @@ class _LevelSpec(iterator_ops.IteratorSpec):
 
 
 class Meeting:
-    """Where the workers agree on whether there is a next element.
+    """Agreement of the workers on whether there is a next element.
 
     Attributes:
         function: gets tf.experimental.Optional of the worker's own next element, and
@@ -168,7 +168,7 @@ class _MarkedSpec(iterator_ops.IteratorSpec):
 
 
 class Marks:
-    """Where iterators put the marks of what they read.
+    """Marks of what iterators read.
 
     Attributes:
         keep: gets the mark of each element that is read, eagerly or in a graph.

@@ -171,7 +171,7 @@ Place = str | tuple[Any, str]  # a name of `PLACES`, or an owner and an attribut
 
 
 class _Replaced:
-    """What stands in a place for what was there before.
+    """Replacement of what was in a place.
 
     Attributes:
         owner: of the attribute.

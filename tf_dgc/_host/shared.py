@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Cursor:
-    """Which piece of a variable, and of all that goes with it, is meant at present.
+    """Choice of the piece of a variable, and of what goes with it, that is meant now.
 
     Attributes:
         at: number of the piece; None for all of them.
@@ -167,12 +167,12 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
     @property
     def _split(self) -> bool:
-        """Whether more than one piece is meant."""
+        """Tell whether more than one piece is meant."""
         return self.cursor.at is None and len(self.pieces) > 1
 
     @property
     def initialized(self) -> bool:
-        """Whether all of it has a value, asked of the servers."""
+        """Tell whether all of it has a value, asked of the servers."""
         found = [
             tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in self._handles
         ]

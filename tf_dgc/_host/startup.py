@@ -25,7 +25,7 @@ probe.check(wanted())
 
 
 class _Pending:
-    """What is to be done at that moment; None once it is."""
+    """Work that is to be done at that moment; None once it is."""
 
     prepare: Callable[[], bool] | None = None
     restore: Callable[[], None] = staticmethod(lambda: None)

@@ -16,7 +16,7 @@ COMPRESSED_DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
 
 class Segment(NamedTuple):
-    """Where one tensor lies in the arena."""
+    """Segment of the arena that holds one tensor."""
 
     name: str
     shape: tuple[int, ...]

@@ -41,7 +41,7 @@ from tf_dgc.values import half_square, one_of
 
 
 class Momentum(NamedTuple):
-    """What is taken over from the optimizer: the step of SGD."""
+    """SGD's step, which is taken over from the optimizer."""
 
     factor: float  # m, in [0, 1]
     nesterov: bool
@@ -50,14 +50,14 @@ class Momentum(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a worker keeps from step to step."""
+    """State of a worker that is kept from step to step."""
 
     velocity: tf.Tensor | None  # u, shape [P], float32; None without momentum
     residual: tf.Tensor  # v, shape [P], float32
 
 
 class Selection(NamedTuple):
-    """What a worker sends."""
+    """Elements that a worker sends."""
 
     positions: tf.Tensor  # shape [C], int64, ascending, C <= K
     values: tf.Tensor  # shape [C], the message's value type: v[S] * 2**exponent

@@ -249,7 +249,7 @@ def _high_bits(form: Format, positions: tf.Tensor, used: tf.Tensor) -> tf.Tensor
 
 
 class Contents(NamedTuple):
-    """What N messages hold."""
+    """Contents of N messages."""
 
     header: Header  # each field of shape [N], int32
     positions: tf.Tensor  # shape [N, K], int64; P in unused slots

@@ -58,7 +58,7 @@ def slots_per_segment(layout: Layout, sparsity: float) -> list[int]:
 
 
 class Sample(NamedTuple):
-    """How each tensor of a size is sampled: integers, or int64 of shape []."""
+    """Sample of each tensor of a size: integers, or int64 of shape []."""
 
     lines: Any  # of each tensor
     stride: Any  # one line of so many
@@ -69,7 +69,7 @@ class Sample(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is to be selected at a sparsity; arrays, or tensors on the host."""
+    """Plan of a selection at a sparsity; arrays, or tensors on the host."""
 
     alike: tuple[tuple[int, ...], ...]  # the tensors of each of S sizes
     samples: Any  # a Sample for each size: shape [S, 6], int64
@@ -386,7 +386,7 @@ def average(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
 
 
 class Windows(NamedTuple):
-    """Where tensors are looked for in a message, a stretch of R places for each."""
+    """Windows of a message in which tensors are looked for, R places for each."""
 
     rooms: tuple[int, ...]  # how many places each of T tensors has, R together
     tensor: tf.Tensor  # whose each place is, shape [R], int64

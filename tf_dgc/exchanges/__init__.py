@@ -1,4 +1,4 @@
-"""What is done with gradients between their computation and their use.
+"""Exchanges: the way of gradients between their computation and their use.
 
 One object is one optimizer's variables, and holds its own state.
 """

@@ -19,7 +19,7 @@ from tf_dgc.values import widened
 
 
 class Target(abc.ABC):
-    """Where the outcome of a sum goes."""
+    """Target of the outcome of a sum."""
 
     @abc.abstractmethod
     def take_sparse(

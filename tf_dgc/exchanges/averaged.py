@@ -38,7 +38,7 @@ class Companions(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What tells whether something has changed."""
+    """Mark that tells whether something has changed."""
 
     steps: int
     statistics: int  # checksum
@@ -346,7 +346,7 @@ class Averaged(Exchange):
 
     @property
     def waits(self) -> bool:
-        """Whether it was restored in the midst of a period, and not trained since."""
+        """Tell whether it was restored within a period, and not trained since."""
         return self._resumed and self._settled.steps == int(self.taken)
 
     def changed(self) -> bool:
@@ -390,7 +390,7 @@ class Averaged(Exchange):
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
-        """What compression keeps back, where the period stands, and what is own."""
+        """Residuals of compression, the position in the period, and what is own."""
         found = dict(self.inner.state) | {
             "steps": self.taken,
             "position": self.position,
@@ -418,7 +418,7 @@ class Averaged(Exchange):
 
     @property
     def steps(self) -> int:
-        """How many rounds count towards the schedule of compression."""
+        """Number of rounds that count towards the schedule of compression."""
         return self.inner.steps
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:

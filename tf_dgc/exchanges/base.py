@@ -1,4 +1,4 @@
-"""What an exchange is: one object for one optimizer's variables, with its state.
+"""Interface of exchanges: one object for one optimizer's variables, with its state.
 
 It reads its state, calls pure functions, calls the wire and writes its state. It knows
 gradients, variables and a transport, and nothing of Keras or Horovod.
@@ -19,7 +19,7 @@ from tf_dgc.transports.base import Transport
 
 
 class Place(NamedTuple):
-    """Whose gradients an exchange sums, and with whom."""
+    """Place of an exchange: whose gradients it sums, and with whom."""
 
     transport: Transport
     number: int  # in the order of first exchanges; the same on every worker
@@ -37,12 +37,12 @@ class Place(NamedTuple):
 
     @property
     def forms(self) -> list[str]:
-        """What every worker must have alike: types and shapes of the variables."""
+        """Types and shapes of the variables, which every worker must have alike."""
         return values.forms(self.variables)
 
 
 class LocalStep(NamedTuple):
-    """What is taken over from another optimizer: its step, along local gradients."""
+    """Step of an optimizer that the exchange takes itself, along local gradients."""
 
     learning_rate: tf.Tensor | float  # lr, shape []
     take: Callable[[list[Any]], None]  # changes the variables by their gradients
@@ -85,7 +85,7 @@ def take_velocity(
 
 
 class Update(NamedTuple):
-    """What an exchange makes of a worker's gradients: the same on every worker."""
+    """Outcome of an exchange, the same on every worker."""
 
     gradients: list[Any]  # summed over the workers; rows of IndexedSlices
     # still repeat; None is in the variables already
@@ -122,7 +122,7 @@ class Exchange(abc.ABC):
 
     @property
     def clips(self) -> bool:
-        """Whether the owner may clip what was exchanged, each row by itself."""
+        """Tell whether the owner may clip what was exchanged, each row by itself."""
         names, missing = ("clipnorm", "global_clipnorm", "clipvalue"), object()
         owner = self.owner()
         owners = [owner, getattr(owner, "inner_optimizer", owner)]
@@ -130,22 +130,22 @@ class Exchange(abc.ABC):
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
-        """What is saved of this worker, by name."""
+        """State of this worker that is saved, by name."""
         return {}
 
     @property
     def owed(self) -> Mapping[str, tf.Tensor]:
-        """What is saved beside `state`, where there is any, in its own form."""
+        """State that is saved beside `state`, where there is any, in its own form."""
         return {}
 
     @property
     def own_slots(self) -> Sequence[Any]:
-        """What the owner keeps of steps of this worker's own."""
+        """Slots of the owner for steps of this worker's own."""
         return ()
 
     @property
     def steps(self) -> int:
-        """How many exchanges count towards its schedule."""
+        """Number of exchanges that count towards its schedule."""
         return 0
 
     @abc.abstractmethod

@@ -195,7 +195,7 @@ class Compressed(Exchange):
 
     @property
     def steps(self) -> int:
-        """How many exchanges were done."""
+        """Number of exchanges that were done."""
         return int(self.residual.step)
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:

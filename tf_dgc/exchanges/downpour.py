@@ -67,7 +67,7 @@ class ServerStats(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps, to be moved to the servers.
+    """Slots of an optimizer, to be moved to the servers.
 
     Attributes:
         beside: the trained variable that it belongs to; None of what belongs to all.
@@ -81,7 +81,7 @@ class Kept(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What is known of an optimizer, and of what it trains, before its first step."""
+    """Record of an optimizer, and of what it trains, before its first step."""
 
     kept: Sequence[Kept]
     whole: Sequence[bool]  # which of the T variables must not be cut
@@ -347,7 +347,7 @@ class Downpour(Exchange):
 
     @property
     def pushes_now(self) -> tf.Tensor:
-        """Whether the step that has begun ends with a push: shape [], bool."""
+        """Tell whether the step that has begun ends with a push: shape [], bool."""
         return self._is_due(self.config.push_period, 1)
 
     def gradients(
@@ -533,12 +533,12 @@ class Downpour(Exchange):
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
-        """What compression keeps back; all else is on the servers."""
+        """Residuals of compression; all else is on the servers."""
         return {} if self._pushed is None else self._pushed.state
 
     @property
     def steps(self) -> int:
-        """How many pushes were selected; 0 without compression."""
+        """Number of pushes that were selected; 0 without compression."""
         return 0 if self._pushed is None else int(self._pushed.residual.step)
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What a worker counts: of a step, of a round, of each tensor."""
+"""Figures that a worker counts: of a step, of a round, of each tensor."""
 
 from typing import Any, NamedTuple
 

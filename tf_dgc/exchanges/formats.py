@@ -1,4 +1,4 @@
-"""How a step's tensors travel at each stage: chosen by what that costs, and said."""
+"""Formats of a step's tensors at each stage: chosen by what they cost, and reported."""
 
 import dataclasses
 import logging

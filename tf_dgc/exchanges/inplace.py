@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Form(NamedTuple):
-    """What a compiled function knows of a tensor or a variable."""
+    """Type and shape that a compiled function knows of a tensor or a variable."""
 
     is_variable: bool
     shape: tf.TensorShape

@@ -1,4 +1,4 @@
-"""Who has which exchange: opened, compared, counted, saved and restored here.
+"""Ledger of exchanges: opened, compared, counted, saved and restored here.
 
 Collective: all workers make the same calls in the same order.
 """
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What was restored for exchanges to come, in the order in which they come."""
+    """States that were restored for exchanges to come, in their order."""
 
     records: list[Record]
     choice: Choice | None  # None is all
@@ -106,7 +106,7 @@ class Ledger:
 
     @property
     def untouched(self) -> bool:
-        """Whether no exchange was opened yet, and none restored."""
+        """Tell whether no exchange was opened yet, and none restored."""
         return not (self.opened or self._waiting)
 
     # Steps.

@@ -68,7 +68,7 @@ class LocalSteps:
 
     @property
     def state(self) -> dict[str, tf.Variable]:
-        """What each worker has of its own, by name."""
+        """State that each worker has of its own, by name."""
         return {f"own {i}": v for i, v in enumerate(self._own)}
 
     @property

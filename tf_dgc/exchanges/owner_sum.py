@@ -50,7 +50,7 @@ class Forms(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many elements are passed on at most."""
+        """Number of elements that are passed on at most."""
         return self.sums.slots
 
 

@@ -1,4 +1,4 @@
-"""What each worker's gradients count in their sum, told in the reduction itself.
+"""Weights of workers' gradients in their sum, gathered in the reduction itself.
 
 Axis: N workers.
 """
@@ -24,7 +24,7 @@ class Ballot(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a worker's gradients g count: the sum is of whole * w / (sum of w) * g."""
+    """Weight of a worker's gradients g: the sum is of whole * w / (sum of w) * g."""
 
     rate: Any  # learning rate, the same on all workers: shape [], float32
     weight: Any  # w, of this worker, about 1: shape [], float32

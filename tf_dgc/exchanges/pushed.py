@@ -1,4 +1,4 @@
-"""What a worker selects for the servers, and what it keeps back.
+"""Selection of what a worker pushes to the servers, and its residual.
 
 The step of dgc.py, of one worker by itself: N is 1 there, and what it sends goes to
 the servers. Tensors that are not compressed have their velocity here as well, and go

@@ -15,7 +15,7 @@ from tf_dgc.transports.base import Transport
 
 
 class Record(NamedTuple):
-    """What is saved for an optimizer by one worker."""
+    """Record of an optimizer that one worker saves."""
 
     variables: list[str]  # types and shapes
     step: int  # exchanges done

@@ -16,7 +16,7 @@ from tf_dgc.transports.sums import Sparse
 
 
 class Chosen(NamedTuple):
-    """What is to be pushed of the arena."""
+    """Elements of the arena that are to be pushed."""
 
     everything: tf.Tensor  # shape [], bool: values are all of the arena
     positions: tf.Tensor  # shape [C], int64, ascending

@@ -1,4 +1,4 @@
-"""What the Horovod front ends share: Horovod itself, and an exchange of means."""
+"""Core of the Horovod front ends: Horovod itself, and an exchange of means."""
 
 import functools
 import gc

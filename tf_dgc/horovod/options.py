@@ -11,7 +11,7 @@ from tf_dgc.transports.horovod import import_horovod
 
 
 class Terms(NamedTuple):
-    """How the workers' gradients become one."""
+    """Terms by which the workers' gradients become one."""
 
     total: bool = False  # the sum, and not the mean
     compression: Any = None  # of Horovod: what makes tensors smaller, and back

@@ -42,7 +42,7 @@ HEADER_BYTES = 8 * len(averaging.Header._fields)  # of a round of averaging
 
 
 class Tensors(NamedTuple):
-    """What a model has to exchange."""
+    """Tensors that a model has to exchange."""
 
     layout: Layout  # of what DGC compresses
     gradient_bytes: int  # all gradients
@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a worker takes on this machine, in seconds."""
+    """Times of a worker on this machine, in seconds."""
 
     dense: float  # training step of a worker that is alone
     compressed: float  # the same with DGC, its own message read and added

@@ -1,4 +1,4 @@
-"""Which operations of a graph would leave a GPU, asked of TensorFlow's registry.
+"""Operations of a graph that would leave a GPU, asked of TensorFlow's registry.
 
 TensorFlow's wheel for Linux carries its GPU kernels on machines without a GPU, too. An
 operation that has none is moved to the host without a word, and what it reads and
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What a traced function does on a GPU; by operation, how many there are."""
+    """Audit of a traced function on a GPU: numbers of operations, by their kind."""
 
     operations: int  # outside of what XLA compiles
     compiled: int  # functions that XLA compiles

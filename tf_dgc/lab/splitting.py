@@ -1,4 +1,4 @@
-"""What split layers of a model would send, in a step of N workers."""
+"""Traffic of split layers of a model, in a step of N workers."""
 
 import math
 from typing import Any, NamedTuple

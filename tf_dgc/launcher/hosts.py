@@ -34,7 +34,7 @@ _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+@)?([A-Za-z0-9_.-]+)(?::([0-9]+))?")
 
 
 class Host(NamedTuple):
-    """Where workers run."""
+    """Host on which workers run."""
 
     name: str  # as ssh takes it, maybe with a user
     address: str  # under which the other hosts reach it
@@ -42,7 +42,7 @@ class Host(NamedTuple):
 
 
 class Ssh(NamedTuple):
-    """How to reach hosts, and how long to wait for them."""
+    """Settings of ssh: how to reach hosts, and how long to wait for them."""
 
     command: str = "ssh"
     grace: float = 5.0  # seconds from a signal that ends workers to SIGKILL
@@ -250,7 +250,7 @@ class _Agent:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing will come from there any more."""
+        """Tell whether nothing will come from there any more."""
         return self._done
 
     def obstacle(self) -> str:

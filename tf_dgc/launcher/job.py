@@ -58,7 +58,7 @@ class Pauses:
 
 
 class End(NamedTuple):
-    """How a job ends."""
+    """End of a job."""
 
     status: int
     reason: str = ""  # none where it ends well

@@ -1,4 +1,4 @@
-"""What the command line says of a strategy, checked before any worker starts."""
+"""Settings of a strategy on the command line, checked before any worker starts."""
 
 import dataclasses
 import json

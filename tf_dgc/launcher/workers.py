@@ -79,7 +79,7 @@ class CannotStart(RuntimeError):
 
 
 class NotThere(CannotStart):
-    """What is to run is not there: to try again does not help."""
+    """Error that what is to run is not there: to try again does not help."""
 
 
 def obstacle_of(what: str, error: CannotStart | OSError) -> CannotStart:

@@ -16,7 +16,7 @@ _UNARY = "neg abs invert getitem len iter bool"
 
 
 class Where(NamedTuple):
-    """What parts of outputs are of.
+    """Position of parts of outputs in the whole.
 
     Attributes:
         moves: between the workers.
@@ -32,7 +32,7 @@ class Where(NamedTuple):
 
 
 class Away:
-    """What a layer gives to one that needs parts, and to others as a tensor.
+    """Outputs of a layer: parts for a layer that needs parts, a tensor for others.
 
     The outputs come home where somebody reads them, which all workers do together.
     """

@@ -81,7 +81,7 @@ class SplitDense(keras.layers.Dense):
 
     @property
     def is_split(self) -> bool:
-        """Whether other workers have other parts of the kernel."""
+        """Tell whether other workers have other parts of the kernel."""
         return self._band is not None and self._band.is_split
 
     def get_config(self) -> dict[str, Any]:

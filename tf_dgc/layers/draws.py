@@ -44,7 +44,7 @@ _NORMAL_CUT = 0.87962566103423978  # deviation of a normal one truncated at 2
 
 
 class _Stream(NamedTuple):
-    """How an initializer makes float32 numbers of a seed, element by element."""
+    """Stream of float32 numbers that an initializer makes of a seed, by element."""
 
     draw: Callable[..., tf.Tensor]
     counts: int  # of Philox, for a group

@@ -25,7 +25,7 @@ _LEAST = -1e30  # a logit of no class: its exponential is 0, its difference a nu
 
 
 class Logits(Away):
-    """What a split last layer gives to a loss; `parts` with the bias, [N, M, W]."""
+    """Logits of a split last layer for a loss; `parts` with the bias, [N, M, W]."""
 
     probabilities = False  # whether the layer has softmax as its activation
 

@@ -1,4 +1,4 @@
-"""What a split layer cannot have, and where there is none."""
+"""Refusals of what a split layer cannot have, and of places where there is none."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""What treats each column, or row, of a matrix by itself: found by trying it out."""
+"""Trials that show what treats each column, or row, of a matrix by itself."""
 
 from collections.abc import Callable
 from typing import Any

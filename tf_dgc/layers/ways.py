@@ -27,7 +27,7 @@ _ELEMENTWISE = (
 
 
 class Form(NamedTuple):
-    """What the choice of a way depends on.
+    """Sizes and settings on which the choice of a way depends.
 
     Attributes:
         inputs: I.

@@ -1,4 +1,4 @@
-"""How far each worker has come, and how far one may be ahead.
+"""Steps of each worker, and how far one may be ahead.
 
 Axis: W workers.
 """
@@ -15,7 +15,7 @@ NOWHERE = np.iinfo(np.int64).max  # clock of a worker that holds nobody back
 
 
 class Clocks:
-    """How many steps each worker has taken: the bound of staleness.
+    """Numbers of steps that workers have taken: the bound of staleness.
 
     References:
         Ho et al.: More Effective Distributed ML via a Stale Synchronous Parallel

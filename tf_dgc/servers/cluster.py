@@ -1,4 +1,4 @@
-"""Which servers and workers a job has, and which of them this process is."""
+"""Servers and workers of a job, and which of them this process is."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Where workers wait for each other, and until when.
+"""Meetings at which workers wait for each other, and until when.
 
 Each wait has an end: who has died, has ended, or hangs is not waited for; who lives,
 and takes no step for a time, waits for something else, and that is an error.
@@ -26,7 +26,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Workers(Protocol):
-    """Who meets: the members of a job.
+    """Members of a job, who meet.
 
     Attributes:
         index: of this worker.
@@ -201,7 +201,7 @@ class Meetings:
 
 
 class Patience:
-    """How long a worker waits for others that live, and take no step."""
+    """Limit of the time that a worker waits for others that live, and take no step."""
 
     def __init__(self, meetings: Meetings, subject: str, began: float = 0.0) -> None:
         """Begin to wait.
@@ -217,7 +217,7 @@ class Patience:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last look was some time ago."""
+        """Tell whether the last look was some time ago."""
         return time.monotonic() - self._looked > _LOOK_SECONDS
 
     def look(self, late: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Which workers there are, and how far each has come.
+"""Membership: which workers there are, and how far each has come.
 
 Axis: W workers of the cluster, some of which may not be there yet, or no more. What all
 must know stands on server 0, in variables; times are by the clock of that server.
@@ -101,7 +101,7 @@ class Members:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker says what others take over."""
+        """Tell whether this worker says what others take over."""
         return self.index == 0
 
     def _begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker does, as its own threads and other workers see it.
+"""Progress of a worker, as its own threads and other workers see it.
 
 A thread that tells the servers that its process lives says nothing of the main thread,
 which may hang. So it tells only while that moves: takes steps of any kind, or waits for

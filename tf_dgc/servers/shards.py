@@ -1,4 +1,4 @@
-"""Which server holds which rows of which tensor. Pure functions.
+"""Placement of the rows of tensors on servers. Pure functions.
 
 Axes: M servers, T tensors.
 """

@@ -67,7 +67,7 @@ class Pair(NamedTuple):
 
 
 class Marked(Protocol):
-    """What must know when twins are assigned.
+    """Interface of what must know when server variables are assigned.
 
     Attributes:
         twins: of which.

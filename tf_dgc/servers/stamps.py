@@ -40,7 +40,7 @@ _VALUE_BYTES = 4
 
 
 class Workers(Protocol):
-    """Who pushes: the members of a job.
+    """Members of a job, who push.
 
     Attributes:
         index: of this worker.
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a server has of the tensors, and of their stamps.
+    """Part of the tensors, and of their stamps, that a server has.
 
     Attributes:
         device: of the server.
@@ -96,7 +96,7 @@ class Part(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements there are, without padding."""
+        """Number of elements, without padding."""
         return sum(place.size for place in self.places)
 
 
@@ -468,7 +468,7 @@ class Stamped:
 
 
 class _Changes(NamedTuple):
-    """What a server tells."""
+    """Changes that a server tells."""
 
     time: tf.Tensor  # shape [2], int64
     everything: tf.Tensor  # shape [], bool: values of all, without positions

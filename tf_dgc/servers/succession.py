@@ -14,7 +14,7 @@ _LOOP = 0  # of a script's own, in the place of the number of a `fit`
 
 
 class Succession:
-    """Whether what this worker assigns outside of steps goes to the servers."""
+    """Rule by which what a worker assigns outside of steps goes to the servers."""
 
     def __init__(self, servers: Servers, is_chief: bool) -> None:
         """Make the variables.
@@ -49,12 +49,12 @@ class Succession:
 
     @property
     def counts(self) -> bool:
-        """Whether what this worker assigns outside of steps goes to the servers."""
+        """Rule by which what a worker assigns outside of steps goes to the servers."""
         return self._is_chief and self._fit > self._before
 
     @property
     def repeats(self) -> bool:
-        """Whether this chief does again what one before it has done."""
+        """Tell whether this chief does again what one before it has done."""
         return self._is_chief and not self.counts
 
     def enter(self, fit: int) -> None:

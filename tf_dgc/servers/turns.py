@@ -35,7 +35,7 @@ class Arrived(NamedTuple):
 
 
 class Turns:
-    """Whose turn it is to apply a step, and of which gradients.
+    """Election of the worker that applies a step, and of the gradients in it.
 
     Attributes:
         own: shape [], int64: the step for which this worker computes a gradient.
@@ -132,7 +132,7 @@ class Turns:
 
     @property
     def takes_part(self) -> bool:
-        """Whether steps of others wait for this worker's gradient."""
+        """Tell whether steps of others wait for this worker's gradient."""
         return bool(self._is_inside)
 
     def leave(self) -> None:

@@ -106,7 +106,7 @@ class ParameterAveragingStrategy(BaseStrategy):
 
     @property
     def holds_alike(self) -> bool:
-        """Whether nothing was trained yet: slots, and weights in a period, are own."""
+        """Tell whether nothing was trained: slots, and weights in a period, are own."""
         return self._ledger.untouched
 
     def settle(self) -> None:

@@ -137,7 +137,7 @@ def _own(variable: Any) -> Any:
 
 
 class Copy(NamedTuple):
-    """What a worker writes."""
+    """Copy of a worker's state, to be written."""
 
     position: Position
     manifest: dict[str, Any]

@@ -134,22 +134,22 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is rank 0, the worker that saves and reports."""
+        """Tell whether this is rank 0, the worker that saves and reports."""
         return self.rank == 0
 
     @property
     def saves_state(self) -> bool:
-        """Whether what this worker has is a part of backups."""
+        """Tell whether what this worker has is a part of backups."""
         return True
 
     @property
     def transport(self) -> Transport:
-        """What carries tensors between the workers."""
+        """Transport of tensors between the workers."""
         return self._transport
 
     @property
     def mesh(self) -> Mesh:
-        """Who takes part in what."""
+        """Mesh of the workers: who takes part in what."""
         return self._mesh
 
     @property
@@ -159,7 +159,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers meet in each step, so that none may have fewer batches.
+        """Tell whether all workers meet in each step: none may have fewer batches.
 
         Elsewhere one whose data end early takes part in what the others still do.
         """
@@ -167,7 +167,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @functools.cached_property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Which task this worker is, for scripts of MultiWorkerMirroredStrategy."""
+        """Task of this worker, for scripts of MultiWorkerMirroredStrategy."""
         return cluster_resolver(self._transport)
 
     def stats(self, total: bool = False) -> StepStats:
@@ -307,7 +307,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def holds_alike(self) -> bool:
-        """Whether what is trained should be the same on all workers between steps."""
+        """Tell whether weights should be the same on all workers between steps."""
         return True
 
     def expect_fit(self, model: keras.Model) -> None:
@@ -543,7 +543,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def _clips_sum(self) -> bool:
-        """Whether optimizers clip what was exchanged."""
+        """Tell whether optimizers clip what was exchanged."""
         return self.share is not None and self.share.clips_sum
 
     @contextlib.contextmanager

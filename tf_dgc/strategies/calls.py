@@ -21,7 +21,7 @@ from tf_dgc.transports import Transport, handshake
 
 
 class Fit(NamedTuple):
-    """What is known of a call of `fit` when it begins."""
+    """Arguments of a call of `fit`, and its model, when it begins."""
 
     start: int  # checksum of the weights, and of what optimizers keep
     form: int  # checksum of their types and shapes, and of what is trained

@@ -136,7 +136,7 @@ class DownpourStrategy(BaseStrategy):
 
     @property
     def twins(self) -> Any:
-        """What stands on the servers for what is trained."""
+        """Server variables of what is trained."""
         return self._make.twins
 
     def read_rows(self, variable: Any, start: int, stop: int) -> tf.Tensor:
@@ -160,17 +160,17 @@ class DownpourStrategy(BaseStrategy):
 
     @property
     def fits(self) -> bool:
-        """Whether `fit` runs."""
+        """Tell whether `fit` runs."""
         return self._fits > 0
 
     @property
     def evaluates(self) -> bool:
-        """Whether `evaluate` or `predict` runs."""
+        """Tell whether `evaluate` or `predict` runs."""
         return self._evaluates > 0
 
     @property
     def saves_state(self) -> bool:
-        """Whether this worker's state is a part of backups: the chief's is."""
+        """Tell whether this worker's state is a part of backups: the chief's is."""
         return self.is_chief
 
     def tell_epoch(self, epoch: int) -> None:
@@ -197,12 +197,12 @@ class DownpourStrategy(BaseStrategy):
 
     @property
     def is_first(self) -> bool:
-        """Whether no worker had this one's place before, on these servers."""
+        """Tell whether no worker had this one's place before, on these servers."""
         return self._members.is_first
 
     @property
     def keeps_back(self) -> bool:
-        """Whether a worker keeps back a part of what it is to push."""
+        """Tell whether a worker keeps back a part of what it is to push."""
         return self._settings.compression is not None
 
     def part_of_state(self, path: str | os.PathLike[str]) -> pathlib.Path:
@@ -246,7 +246,7 @@ class DownpourStrategy(BaseStrategy):
 
     @property
     def moves(self) -> Any:
-        """What the main thread of this worker does."""
+        """Moves of this worker's main thread."""
         return self._members.meetings.moves
 
     def server_stats(self) -> ServerStats:

@@ -1,4 +1,4 @@
-"""Which tensors of a dataset's elements have the rows of the batch, and which not.
+"""Components of a dataset's elements that have the rows of the batch, or have not.
 
 An element is (x, y, others ...) as in Keras, or x alone. The rows of a batch are those
 of its targets y, or where there are none, of its inputs. Scalars, and tensors of
@@ -29,7 +29,7 @@ _ADVICE = (
 
 
 class Memory(NamedTuple):
-    """What was seen of the batches before: see `Layout`."""
+    """Memory of the batches before: see `Layout`."""
 
     first: tf.Variable  # rows of the first batch; shape [], int64, 0 before it
     alike: tf.Variable  # shape [divisible], bool: had as many rows as the batch
@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 
 
 class Layout:
-    """Which components of an element have the rows of the batch."""
+    """Layout of an element: which components have the rows of the batch."""
 
     def __init__(self, spec: Any, size: int, batch: int | None = None) -> None:
         """Decide what shapes tell.
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def divides_all(self) -> bool:
-        """Whether shapes leave no doubt that all components have the batch's rows."""
+        """Tell whether, by their shapes, all components have the batch's rows."""
         return all(
             kind == _ROWS
             for kind, c in zip(self._kinds, self._components, strict=True)

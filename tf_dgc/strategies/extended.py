@@ -1,4 +1,4 @@
-"""What tf.distribute asks of a strategy of one replica in each process.
+"""Implementation of tf.distribute for a strategy of one replica in each process.
 
 Variables are plain tf.Variables, so models save and load as on one machine; only what
 Keras metrics accumulate is kept by worker and summed when it is read.
@@ -160,7 +160,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def several(self) -> bool:
-        """Whether an optimizer's step must be that of several workers."""
+        """Tell whether an optimizer's step must be that of several workers."""
         return self._transport.size > 1
 
     def refuse_foreign(self, variable: Any) -> None:
@@ -473,12 +473,12 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this worker is the one that saves."""
+        """Tell whether this worker is the one that saves."""
         return self._transport.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this worker is the one that writes summaries."""
+        """Tell whether this worker is the one that writes summaries."""
         return self._transport.rank == 0
 
     @property

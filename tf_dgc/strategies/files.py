@@ -38,7 +38,7 @@ _silent = contextvars.ContextVar("tf_dgc_silent", default=False)
 
 
 class _Process:
-    """What this process is: a worker among several, or alone."""
+    """State of this process, as a worker among several, or alone."""
 
     several = False
     chief = True
@@ -159,7 +159,7 @@ class AtTheEnd:
 
 
 class _Plan:
-    """Where the workers of a `fit` wait: behind each writer, or after all callbacks.
+    """Places where the workers of a `fit` wait: behind each writer, or after all.
 
     Workers may have other callbacks, such as those that a script gives to the chief
     only; then there is no place but the end at which all meet.
@@ -308,7 +308,7 @@ def export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
 
 
 class _Without(dict[str, Any]):
-    """What an optimizer saves to a store, but for some of it."""
+    """Store to which an optimizer saves, but for some of it."""
 
     def __init__(self, store: Any, left_out: set[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where models are trained: under which strategy, and in which thread.
+"""Runs of models: under which strategy, and in which thread.
 
 A strategy that was set holds for all threads that build and train models, and for one
 training at a time: steps of two threads would meet other workers in any order.

@@ -1,4 +1,4 @@
-"""Whether all workers hand the same data to `predict` and `evaluate`.
+"""Comparison of the data that workers hand to `predict` and `evaluate`.
 
 All are to hand over the same, of which each computes its rows. Where workers hand over
 data of their own, each predicts those alone, as one process does; metrics, which count

@@ -1,4 +1,4 @@
-"""What a worker that is not the chief keeps back, among the backups of a job.
+"""Residuals of workers that are not the chief, among the backups of a job.
 
 Workers of parameter servers do not meet. Each writes what it keeps back at the ends of
 its own epochs. When a job is started again, on new servers, from the chief's backup, it

@@ -20,7 +20,7 @@ _Origins = dict[str, tuple[int, str | None]]
 
 
 class Logs:
-    """What is known of the logs of models' steps; there is one per strategy."""
+    """Logs of models' steps; there is one per strategy."""
 
     def __init__(self, transport: Transport) -> None:
         """Begin with nothing.

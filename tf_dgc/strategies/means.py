@@ -35,7 +35,7 @@ class Means:
 
     @property
     def leaves_undivided(self) -> bool:
-        """Whether Keras is to leave its losses as they are: in steps of models."""
+        """Tell whether Keras is to leave its losses as they are: in steps of models."""
         return self._current.step.model is not None
 
     def note_divided(self, loss: Any) -> None:

@@ -18,7 +18,7 @@ _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
 
 class OwnBatches:
-    """Whether a batch is this worker's own; there is one per strategy.
+    """Batches that are this worker's own; there is one per strategy.
 
     Attributes:
         is_alone: whether data are read that are this worker's own.

@@ -56,7 +56,7 @@ class Owner:
 
     @property
     def holds(self) -> bool:
-        """Whether this process has the lock of the file that is there now."""
+        """Tell whether this process has the lock of the file that is there now."""
         with contextlib.suppress(OSError):
             own, there = os.fstat(self._descriptor), self._path.stat()
             same = (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)

@@ -1,4 +1,4 @@
-"""Where in an epoch a training is: the steps done, and the place in the data."""
+"""Positions within an epoch: the steps done, and the place in the data."""
 
 import pathlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Which parts of a dataset may differ between workers that read the same data.
+"""Provenance of the parts of a dataset that may differ between workers.
 
 Random operations of `Dataset.map` give each worker other numbers, be it without a seed
 or because elements meet them in any order. What depends on them is no evidence.

@@ -1,4 +1,4 @@
-"""What workers draw alike, and what each draws for itself.
+"""Random numbers that workers draw alike, and those that each draws for itself.
 
 One process draws the order of its data once, and other noise for each row. So all
 workers draw the same orders, also where no seed is set, and each its own noise.

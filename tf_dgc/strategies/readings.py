@@ -52,7 +52,7 @@ _PICKING = {"StridedSlice", "Slice", "GatherV2", "Split", "SplitV", "Unpack"}
 
 
 class Known(NamedTuple):
-    """What is known of a tensor.
+    """Facts about a tensor.
 
     Attributes:
         kind: see above.
@@ -84,7 +84,7 @@ _CONSTANT, _UNKNOWN = Known(CONSTANT), Known(UNKNOWN)
 
 
 class Reading:
-    """What is known of the tensors of one step."""
+    """Facts about the tensors of one step."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def empty(self) -> tf.Tensor:
-        """Whether this worker has no row in the step that runs: shape [], bool."""
+        """Tell whether this worker has no row in the step that runs: shape [], bool."""
         if not self._current.step.may_be_empty:
             return tf.constant(False)
         return self._rows.read_value() == 0.0

@@ -1,4 +1,4 @@
-"""Which maps of batches give each row what it would get in any other batch.
+"""Maps of batches that give each row what it would get in any other batch.
 
 Only operations are known here that give the same bits wherever a row stands.
 """

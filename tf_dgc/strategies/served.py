@@ -1,4 +1,4 @@
-"""What tf.distribute asks of a strategy whose variables are trained on servers.
+"""Implementation of tf.distribute for variables that are trained on servers.
 
 A mirror is a worker's own variable of a model; its twin, on the servers, is what is
 trained. W is the number of workers.
@@ -155,7 +155,7 @@ class DownpourExtended(OneReplicaExtended):
 
     @property
     def running(self) -> bool:
-        """Whether a step is run or traced."""
+        """Tell whether a step is run or traced."""
         return self._running > 0
 
     @property

@@ -111,7 +111,7 @@ class Share:
 
     @property
     def empty(self) -> tf.Tensor:
-        """Whether this worker has no row in the step that runs: shape [], bool."""
+        """Tell whether this worker has no row in the step that runs: shape [], bool."""
         return self.rows.empty
 
     def run(

@@ -22,7 +22,7 @@ class Component(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether this is a tensor with a first axis."""
+        """Tell whether this is a tensor with a first axis."""
         return self.rank is None or self.rank > 0
 
 

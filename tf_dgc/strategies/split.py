@@ -40,7 +40,7 @@ _shuffled: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = (
 
 
 class _Plan(NamedTuple):
-    """How global batches are made.
+    """Plan of how global batches are made.
 
     Attributes:
         source: what is read.

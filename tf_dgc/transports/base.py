@@ -1,4 +1,4 @@
-"""What a transport is, and which one a process takes.
+"""Interface of transports.
 
 Axis: N workers, one process each, numbered by rank.
 """
@@ -63,7 +63,7 @@ class Transport(abc.ABC):
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process to agree with."""
+        """Tell whether there is no other process to agree with."""
         return self.size == 1
 
     @abc.abstractmethod

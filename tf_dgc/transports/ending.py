@@ -1,4 +1,4 @@
-"""How this process ends, for what runs at its exit."""
+"""End of this process, for what runs at its exit."""
 
 import builtins
 import sys

@@ -1,4 +1,4 @@
-"""Who takes part in what: all workers, those who send messages, those of one node."""
+"""Mesh of the workers: all, those who send messages, those of one node."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How workers find each other before TensorFlow has started.
+"""Rendezvous of workers before TensorFlow has started.
 
 What comes over the network here is parsed as text and checked; nothing is unpickled.
 """

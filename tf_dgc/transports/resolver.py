@@ -1,4 +1,4 @@
-"""Which transport this process takes."""
+"""Choice of the transport that this process takes."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""What schedulers tell the processes that they start: how many, which, and where.
+"""Environment of processes that schedulers start: how many, which, and where.
 
 Slurm's srun, MPI's mpirun without an MPI in Horovod, and Indexed Jobs of Kubernetes.
 None of them gives out ports: these are counted from a number that all compute alike.
@@ -53,7 +53,7 @@ _MOST = 100_000  # nodes or workers
 
 
 class Place(NamedTuple):
-    """What a process was told.
+    """Place of a process, as it was told.
 
     Attributes:
         source: who told it.

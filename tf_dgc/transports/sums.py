@@ -149,7 +149,7 @@ class Sparse(NamedTuple):
 
 
 class Workers(NamedTuple):
-    """Which of the N workers a process is, and how it runs their pure functions."""
+    """Workers of a process, among the N, and how it runs their pure functions."""
 
     ranks: Sequence[int]
     each: Callable[..., Any]  # each(fn, *args) is fn(*args), of each of them
@@ -170,7 +170,7 @@ def one(transport: Transport) -> Workers:
 
 
 class Kept(abc.ABC):
-    """What workers have, to be summed: all of it, or some elements."""
+    """Values of workers, to be summed: all of them, or some elements."""
 
     @abc.abstractmethod
     def read(self) -> tf.Tensor:

@@ -40,7 +40,7 @@ class Enough(BaseException):
 
 
 class Recorder(keras.callbacks.Callback):
-    """What one process records of the first `fit` of its script."""
+    """Recorder of the first `fit` of a script, in one process."""
 
     def __init__(self, path: pathlib.Path, steps: int) -> None:
         """Prepare a record.

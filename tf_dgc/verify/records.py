@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one worker has recorded.
+    """Record of one worker's run.
 
     Attributes:
         notes: what was found of the script: `batch_norms`, a number of layers; `clips`,
