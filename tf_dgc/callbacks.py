@@ -20,10 +20,12 @@ from tf_dgc.exchanges.downpour import ServerStats
 from tf_dgc.exchanges.figures import StepStats
 from tf_dgc.strategies import backups, calls, kept, owners, positions, remembered
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
-from tf_dgc.strategies.base import BaseStrategy
+from tf_dgc.strategies.base import BaseStrategy, of_callback
 from tf_dgc.strategies.downpour import DownpourStrategy
 from tf_dgc.strategies.extended import on_one_worker
 from tf_dgc.strategies.files import AtTheEnd
+from tf_dgc.strategies.timeline import Timed
+from tf_dgc.strategies.timeline import Timeline as Timeline
 from tf_dgc.transports import handshake
 
 _logger = logging.getLogger("tf_dgc")
@@ -52,6 +54,14 @@ class CompressionStats(keras.callbacks.Callback):
     | `residual_norm` | Euclidean norm of what is kept back at the end of the epoch |
     | `stale` | share of the compressed elements not sent once in this epoch |
 
+    With `times=True` also
+
+    | log | meaning |
+    |---|---|
+    | `exchange_share` | share of the epoch's time in collectives, waiting included |
+    | `slowest_rank` | the worker that was most often the last to begin a step's first |
+    |  | collective: the one that the others wait for |
+
     With `ParameterAveragingStrategy` also
 
     | log | meaning |
@@ -74,21 +84,38 @@ class CompressionStats(keras.callbacks.Callback):
         model.fit(dataset, callbacks=[tf_dgc.callbacks.CompressionStats()])
     """
 
-    def __init__(self, by_tensor: bool = False) -> None:
+    def __init__(self, by_tensor: bool = False, times: bool = False) -> None:
         """Choose the figures.
 
         Args:
             by_tensor: add `density/NAME` for every compressed tensor.
+            times: add `exchange_share` and `slowest_rank`, on all workers or on none;
+                the step is then traced with marks of time in it. Not with
+                DownpourStrategy.
         """
         super().__init__()
-        self.by_tensor = by_tensor
+        self.by_tensor, self.times = by_tensor, times
+        self._timed: Timed | None = None
         self._before: list[int] = []
         self._rounds = 0
         self._served: ServerStats | None = None
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to note times, where they are wanted."""
+        if self.times:
+            self._timed = Timed(self)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leave the step as it was."""
+        if self._timed is not None:
+            self._timed.end()
+            self._timed = None
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note where the counters stand."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
+        if self._timed is not None:
+            self._timed.begin_epoch()
         self._before = _counted(strategy.stats(total=True))
         strategy.tensor_stats(reset=True)
         if isinstance(strategy, ParameterAveragingStrategy):
@@ -98,7 +125,7 @@ class CompressionStats(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the figures to `logs`."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         total = strategy.stats(total=True)
         sent, dense, sent_elements, elements, received = (
             after - before
@@ -123,6 +150,8 @@ class CompressionStats(keras.callbacks.Callback):
             figures["distance"] = float(stats.distance)
         if isinstance(strategy, DownpourStrategy) and self._served is not None:
             figures |= _served(self._served, strategy.server_stats())
+        if self._timed is not None:
+            figures |= self._timed.figures()
         if self.by_tensor:
             figures |= {f"density/{tensor.name}": tensor.density for tensor in tensors}
         if logs is not None:
@@ -228,7 +257,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue from the last backup, if there is one."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         if not strategy.saves_state:
             self._follow(strategy)
             return
@@ -364,7 +393,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Go to where the backup was made in the epoch, if it was."""
         _host.keras.set_initial_epoch(self.model, None)
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         if not strategy.saves_state:
             return
         if isinstance(strategy, DownpourStrategy):
@@ -384,7 +413,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def _take_up(self, position: backups.Position, iterator: Any) -> None:
         """Bring the data to where they were."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         place = backups.data_of(self._folder / position.name, strategy.rank)
         with _named(self._folder / position.name):
             if positions.has_state(place):
@@ -395,7 +424,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Copy what is to be backed up within an epoch, and begin to write it."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         if not (self._within and strategy.saves_state):
             return
         steps, self._done = batch + 1 - self._done, batch + 1
@@ -432,7 +461,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup, then remove those before it."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         if not strategy.saves_state:
             kept.save(self.backup_dir, strategy, self.model, epoch + 1)
             return
@@ -465,7 +494,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Note that this `fit` has ended; its backups stay until the process does."""
-        strategy = _strategy_of(self)
+        strategy = of_callback(self)
         owner = self._owner(strategy)
         owner.complete = True
         if not strategy.saves_state:
@@ -565,13 +594,13 @@ class _ChiefOnly(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if _strategy_of(self).is_chief:
+        if of_callback(self).is_chief:
             self.on_chief.set_model(model)
 
 
 def _on_chief(name: str) -> Any:
     def hook(self: _ChiefOnly, *args: Any, **kwargs: Any) -> None:
-        if _strategy_of(self).is_chief:
+        if of_callback(self).is_chief:
             with on_one_worker():
                 getattr(self.on_chief, name)(*args, **kwargs)
 
@@ -581,13 +610,3 @@ def _on_chief(name: str) -> Any:
 for _name in dir(keras.callbacks.Callback):
     if _name.startswith("on_"):
         setattr(_ChiefOnly, _name, _on_chief(_name))
-
-
-def _strategy_of(callback: keras.callbacks.Callback) -> BaseStrategy:
-    strategy = callback.model.distribute_strategy
-    if not isinstance(strategy, BaseStrategy):
-        raise ValueError(
-            f"{type(callback).__name__} needs a model that was compiled in the scope "
-            f"of a strategy of tf_dgc. Received: a model of {strategy!r}"
-        )
-    return strategy

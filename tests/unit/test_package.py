@@ -455,6 +455,7 @@ PUBLIC = {
     "get_default",
     "get_default_graph",
     "global_seed",
+    "make_train_function",
     "next",
     "random",
     "resolve",

@@ -598,3 +598,18 @@ class DenseStrategy(BaseStrategy):
             RuntimeError, ImportError: see `transports.resolve`.
         """
         super().__init__(Mesh.over(resolve(transport)), None, EachStep(None))
+
+
+def of_callback(callback: keras.callbacks.Callback) -> BaseStrategy:
+    """Return the strategy of the model that a callback is of.
+
+    Raises:
+        ValueError: the model was not compiled in the scope of one of this package.
+    """
+    strategy = callback.model.distribute_strategy
+    if not isinstance(strategy, BaseStrategy):
+        raise ValueError(
+            f"{type(callback).__name__} needs a model that was compiled in the scope "
+            f"of a strategy of tf_dgc. Received: a model of {strategy!r}"
+        )
+    return strategy
