@@ -26,7 +26,7 @@ from tf_dgc.strategies.extended import on_one_worker
 from tf_dgc.strategies.files import AtTheEnd
 from tf_dgc.strategies.timeline import Timed
 from tf_dgc.strategies.timeline import Timeline as Timeline
-from tf_dgc.transports import handshake
+from tf_dgc.transports import handshake, waiting
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -465,6 +465,14 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if not strategy.saves_state:
             kept.save(self.backup_dir, strategy, self.model, epoch + 1)
             return
+        told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if strategy.is_chief and self.params.get("verbose"):
+            told = waiting.telling(f"tf_dgc: writing the backup of epoch {epoch + 1}")
+        with told:
+            self._back_up(epoch, strategy)
+
+    def _back_up(self, epoch: int, strategy: BaseStrategy) -> None:
+        """Write a backup at the end of an epoch; all workers do."""
         self._iterator = self._waiting = None
         if self._within:
             self._since, self._last = 0, time.monotonic()

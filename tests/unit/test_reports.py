@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 import unittest
 from unittest import mock
 
@@ -27,10 +28,10 @@ class LineTest(unittest.TestCase):
 
     def test_who_is_waited_for(self) -> None:
         names = ["a:1", "b:2222", ""]
-        told = waiting.line([1], names, 40.2)
-        self.assertEqual(told, "waiting for worker 1 (b:2222), 40 s")
-        told = waiting.line([1, 2], names, 40.2)
-        self.assertEqual(told, "waiting for workers 1 (b:2222), 2, 40 s")
+        told = waiting.missing_workers([1], names)
+        self.assertEqual(told, "waiting for worker 1 (b:2222)")
+        told = waiting.missing_workers([1, 2], names)
+        self.assertEqual(told, "waiting for workers 1 (b:2222), 2")
 
 
 class WaitingTest(unittest.TestCase):
@@ -52,6 +53,17 @@ class WaitingTest(unittest.TestCase):
         self.assertEqual(self.said(1, [2]), "")
         told = "waiting for workers 0 (a:1), 2 (c:1), 10 s\n"
         self.assertEqual(self.said(1, [0, 2]), told)
+
+    def test_what_takes_long_is_said_until_it_is_over(self) -> None:
+        with (
+            mock.patch.multiple(waiting, _FIRST_SECONDS=0.0, _LIVE_SECONDS=0.01),
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            with waiting.telling("writing"):
+                until = time.monotonic() + 20
+                while not err.getvalue() and time.monotonic() < until:
+                    time.sleep(0.01)
+            self.assertRegex(err.getvalue(), r"^writing, \d+ s\n")
 
 
 class PrintedTest(unittest.TestCase):
