@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from tf_dgc.launcher import screen
 from tf_dgc.launcher.job import Job
 from tf_dgc.launcher.terminals import of_this_process
-from tf_dgc.launcher.workers import QUIET, start_here
+from tf_dgc.launcher.workers import QUIET, Tasks, start_here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("no command to run; write it behind `--`")
     view = screen.of_option(None, QUIET not in os.environ, of_this_process())
-    job = Job("run_local", options.timeout, options.grace, options.ps, view)
-    return job.run(lambda _: start_here(command, options.n, options.ps, view=view))
+    tasks = Tasks(options.n, options.ps)
+    job = Job("run_local", options.timeout, options.grace, tasks, view)
+    return job.run(lambda _: start_here(command, tasks, view=view))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typing as _typing
 from tf_dgc.version import __version__
 
 if _typing.TYPE_CHECKING:
-    from tf_dgc import callbacks, layers, simulate, transports
+    from tf_dgc import callbacks, layers, search, simulate, transports
     from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
     from tf_dgc.exchanges.figures import RoundStats, StepStats, TensorStats
     from tf_dgc.launcher.function import launch
@@ -39,6 +39,7 @@ __all__ = [
     "joined",
     "launch",
     "layers",
+    "search",
     "simulate",
     "split_dense",
     "transports",
@@ -59,7 +60,15 @@ _ORIGINS = {
     "launch": "launcher.function",
     "split_dense": "layers",
 }
-_MODULES = ("callbacks", "config", "layers", "simulate", "strategies", "transports")
+_MODULES = (
+    "callbacks",
+    "config",
+    "layers",
+    "search",
+    "simulate",
+    "strategies",
+    "transports",
+)
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -28,6 +28,11 @@ ps0, ps1, ... Then a worker that fails ends no other, and with `--restarts` is s
 again by itself. When all workers have ended the servers get SIGTERM, and the exit
 status is that of worker 0. A server that ends while workers run ends all.
 
+`--trials G` is for a script that searches hyperparameters with KerasTuner: the workers
+are G groups, each of which trains one trial at a time. One process more runs the
+script, too: its oracle decides, its output and exit status are those of the job. A
+group that fails gives its trial back, and with `--restarts` is started again.
+
 `python -m tf_dgc.run` is the same. Hosts are reached by ssh, with keys; the script, the
 Python and its packages must be in the same places there. Workers on them get what of
 this environment begins with TF_, KERAS_, PYTHON or OMP_, and what `--env` names.
@@ -40,8 +45,10 @@ import sys
 from collections.abc import Sequence
 
 from tf_dgc.launcher import hosts, screen, settings, terminals, workers
-from tf_dgc.launcher.job import Group, Job
-from tf_dgc.launcher.workers import Command
+from tf_dgc.launcher.apart import Group
+from tf_dgc.launcher.job import Job
+from tf_dgc.launcher.settings import NO_STRATEGY
+from tf_dgc.launcher.workers import ORACLE, Command, Tasks
 
 NAME = "tf-dgc-run"
 
@@ -61,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="M",
         help="number of parameter servers, for DownpourStrategy",
+    )
+    where.add_argument(
+        "--trials",
+        type=int,
+        default=0,
+        metavar="G",
+        help="groups of workers, each of which trains one trial of a search at a time",
     )
     where.add_argument("--hosts", metavar="A:N,B:M", help="hosts, and workers on each")
     where.add_argument(
@@ -167,6 +181,11 @@ def _command(options: argparse.Namespace) -> Command:
                 "`--verify`, `--strategy` and `--no-python`"
             )
         return Command([sys.executable, "-m", "tf_dgc.check", *script])
+    if options.trials and (options.ps or options.verify or options.no_python):
+        raise ValueError(
+            "`--trials` searches hyperparameters with a script of Python: leave out "
+            "`--ps`, `--verify` and `--no-python`"
+        )
     if not script:
         raise ValueError("no script to run")
     if (options.strategy == "downpour") != (options.ps > 0) and options.strategy:
@@ -189,6 +208,8 @@ def _command(options: argparse.Namespace) -> Command:
     if options.strategy is not None:
         chosen = settings.read(options.strategy, options.sparsity, options.config)
         command += ["-m", "tf_dgc.launcher.script", chosen.text()]
+    elif options.trials:
+        command += ["-m", "tf_dgc.launcher.script", NO_STRATEGY]
     words = [*command, *(["-m"] if options.module else []), *script]
     return Command(words, script[0], options.module)
 
@@ -209,6 +230,17 @@ def _check_verified(options: argparse.Namespace) -> None:
         )
 
 
+def _tasks(options: argparse.Namespace, places: Sequence[hosts.Host]) -> Tasks:
+    """Return the tasks that are to be started."""
+    count = sum(place.slots for place in places)
+    if options.trials and count % options.trials:
+        raise ValueError(
+            "`--trials` must divide the workers into groups of equal size. Received: "
+            f"--trials {options.trials} for {count} workers"
+        )
+    return Tasks(count, options.ps, options.trials)
+
+
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Return what `--env` gives to all workers."""
     found = {}
@@ -227,6 +259,10 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.ps < 0:
         raise ValueError(f"`--ps` must be 0 or more. Received: --ps {options.ps}")
+    if options.trials < 0:
+        raise ValueError(
+            f"`--trials` must be 0 or more. Received: --trials {options.trials}"
+        )
     for name in ("pause", "timeout", "grace", "silence"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < float("inf"):
@@ -247,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(options)
         places, command = _places(options), _command(options)
-        environment = _environment(options)
+        environment, tasks = _environment(options), _tasks(options, places)
         if options.output == "all":
             environment = {"TF_DGC_TRACES": "all"} | environment
         quiet = workers.QUIET not in {**os.environ, **environment}
@@ -255,10 +291,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.check:
             view: screen.View = screen.Chief(terminal, quiet=quiet, bare=True)
         else:
-            view = screen.of_option(options.output, quiet, terminal)
+            chief = ORACLE if options.trials else screen.CHIEF
+            view = screen.of_option(options.output, quiet, terminal, chief)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
-    job = Job(NAME, options.timeout, options.grace, options.ps, view)
+    job = Job(NAME, options.timeout, options.grace, tasks, view)
     if options.verify:
         from tf_dgc.verify.command import verify  # needs NumPy
 
@@ -270,11 +307,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = environment | {"TF_DGC_ATTEMPT": str(attempt), "TF_DGC_LAUNCH": launch}
         if places[0].address == "localhost":
             command.require()
-            here = places[0].slots, options.ps, own, view
-            return workers.start_here(command.words, *here)
+            return workers.start_here(command.words, tasks, own, view)
         ssh = hosts.Ssh(options.ssh, options.grace, options.silence)
         passed = hosts.passed_on(os.environ) | own
-        how = passed, ssh, lambda: job.received, options.ps, view
+        how = passed, ssh, lambda: job.received, tasks, view
         return hosts.Hosts(command, places, *how)
 
     return job.run(start, options.restarts, options.pause)

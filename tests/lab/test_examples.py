@@ -1,7 +1,10 @@
 """Tests that run each example, small, on several workers."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 import unittest
 from typing import Any
@@ -166,6 +169,29 @@ class ExamplesTest(unittest.TestCase):
             lines = run_example("cifar10", "--npz", file, "--limit", "32", *arguments)
         self.assertRegex("\n".join(lines), r"test accuracy +\d+\.\d\d% of 32 images")
         self.assertGreater(number_behind("sent per worker", lines), 0)
+
+    def test_search(self) -> None:
+        reason = "the extra `search` brings it"
+        pytest.importorskip("keras_tuner", reason=reason)
+        pytest.importorskip("tensorboard", reason=reason)
+        command = [sys.executable, "-m", "tf_dgc.run", "-n", "2", "--strategy", "dgc"]
+        small = "--trials", "2", "--epochs", "2"
+        done = subprocess.run(
+            [*command, "--output", "all", "examples/search.py", *small],
+            cwd=launch.ROOT,
+            env=os.environ | {"PYTHONPATH": str(launch.ROOT)},  # with scikit-learn
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        lines = sorted(done.stdout.splitlines())
+        found = [line.split("] ", 1) for line in lines]
+        ours = [text for rank, text in found if rank == "[0"]
+        self.assertEqual(ours, [text for rank, text in found if rank == "[1"])
+        self.assertEqual(number_behind("trials", ours), 2)
+        self.assertGreater(number_behind("accuracy   ", ours), 20)
 
     def test_map_reduce_regression(self) -> None:
         lines = run_example("map_reduce_regression", workers=4)

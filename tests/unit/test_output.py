@@ -8,7 +8,7 @@ import threading
 import unittest
 
 from tf_dgc.launcher import output
-from tf_dgc.launcher.job import Pauses
+from tf_dgc.launcher.apart import Pauses
 
 
 def cut(chunks: list[bytes]) -> list[bytes]:

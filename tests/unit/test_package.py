@@ -28,6 +28,7 @@ ROOT = pathlib.Path(tf_dgc.__file__).parent
 # A file imports from its own room and from those above it in this list only.
 ROOMS = (
     "version",
+    "imported",
     "config",
     "_host",
     "values",
@@ -35,6 +36,7 @@ ROOMS = (
     "compression",
     "averaging",
     "transports",
+    "search",
     "servers",
     "exchanges",
     "optimizers",
@@ -147,6 +149,7 @@ class SurfaceTest(tf.test.TestCase):
                 "joined",
                 "launch",
                 "layers",
+                "search",
                 "simulate",
                 "split_dense",
                 "transports",

@@ -30,15 +30,16 @@ from tf_dgc.launcher.workers import (
     free_ports,
 )
 
-HELLO = b"tf_dgc.agent 4\n"
+HELLO = b"tf_dgc.agent 5\n"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _View:
     """Tells the launcher what workers print; the frame's kind is `STREAM:NAME`."""
 
-    def __init__(self, terminal: Sequence[Any] | None) -> None:
+    def __init__(self, terminal: Sequence[Any] | None, chief: str) -> None:
         self.terminal = None if terminal is None else Terminal(*terminal)
+        self.chief = chief
 
     def sink(self, worker: str, stream: str, host: str = "") -> "_Frames":
         return _Frames(f"{stream}:{worker}")
@@ -141,7 +142,7 @@ def _serve(orders: _Orders, received: list[int]) -> None:
             command.words,
             order["environments"],
             names=order["names"],
-            view=_View(order["terminal"]),
+            view=_View(order["terminal"], order["chief"]),
         )
     except CannotStart as error:
         _tell("refused", [str(error), isinstance(error, NotThere)])

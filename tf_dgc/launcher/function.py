@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tf_dgc.launcher import call, hosts, output, screen, settings, workers
-from tf_dgc.launcher.job import PASSED_ON, Group, Job
+from tf_dgc.launcher.apart import Group
+from tf_dgc.launcher.job import PASSED_ON, Job
 
 _GRACE_SECONDS = 5.0
 _LEVEL = workers.QUIET
@@ -108,7 +109,7 @@ def launch(
         todo = _carried(cloudpickle, call.Call(function, tuple(args), text))
         (folder / call.CALL).write_bytes(pickle.dumps((list(sys.path), todo)))
         with _signals_kept():
-            job = Job("tf_dgc.launch", None, _GRACE_SECONDS, 0, _View())
+            job = Job("tf_dgc.launch", None, _GRACE_SECONDS, view=_View())
             own = _environment(environment or {})
             status = job.run(_starter(job, places, folder, own))
             received = list(job.received)
@@ -175,14 +176,15 @@ def _starter(
     environment: Mapping[str, str],
 ) -> Callable[[int], Group]:
     words = [sys.executable, "-m", call.__name__, str(folder)]
+    tasks = workers.Tasks(sum(place.slots for place in places))
 
     def start(attempt: int) -> Group:
         if places[0].address == "localhost":
-            count = places[0].slots
-            return workers.start_here(words, count, 0, environment, job.view)
+            return workers.start_here(words, tasks, environment, job.view)
         own = hosts.passed_on(os.environ) | dict(environment)
         ssh, command = hosts.Ssh(), workers.Command(words)
-        return hosts.Hosts(command, places, own, ssh, lambda: job.received, 0, job.view)
+        how = own, ssh, lambda: job.received, tasks, job.view
+        return hosts.Hosts(command, places, *how)
 
     return start
 

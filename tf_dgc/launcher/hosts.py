@@ -18,8 +18,7 @@ from tf_dgc.launcher.workers import (
     CannotStart,
     Command,
     NotThere,
-    labels,
-    tf_config,
+    Tasks,
 )
 
 # Of this process's environment, what workers elsewhere get.
@@ -84,7 +83,7 @@ class Hosts:
         environment: Mapping[str, str],
         ssh: Ssh,
         give_up: Callable[[], object],
-        servers: int = 0,
+        tasks: Tasks,
         view: screen.View | None = None,
     ) -> None:
         """Start them.
@@ -95,7 +94,7 @@ class Hosts:
             environment: what all workers have beside that of their host.
             ssh: how.
             give_up: whether to wait no longer for the hosts.
-            servers: parameter servers; each on the next host, from the first on.
+            tasks: of all hosts; each server on the next one, from the first on.
             view: shows their output; by default all of it.
 
         Raises:
@@ -106,17 +105,17 @@ class Hosts:
         self._view = screen.All() if view is None else view
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
-        extra = [len(range(i, servers, len(hosts))) for i in range(len(hosts))]
+        extra = [len(range(i, tasks.others, len(hosts))) for i in range(len(hosts))]
         # Of each task, its host and its number there.
         self._places = [(i, k) for i, h in enumerate(hosts) for k in range(h.slots)]
-        for j in range(servers):
+        for j in range(tasks.others):
             i = j % len(hosts)
             self._places.append((i, hosts[i].slots + j // len(hosts)))
         try:
             for host, count in zip(hosts, extra, strict=True):
                 self._agents.append(_Agent(host, environment, ssh, count, self._view))
             self._wait(lambda agent: bool(agent.ports), give_up)
-            self._order(command, environment, ssh, servers)
+            self._order(command, environment, ssh, tasks)
             self._wait(lambda agent: agent.started, give_up)
         except BaseException:
             self.kill(give_up)
@@ -127,24 +126,22 @@ class Hosts:
         command: Command,
         environment: Mapping[str, str],
         ssh: Ssh,
-        servers: int,
+        tasks: Tasks,
     ) -> None:
         """Let the agents start the tasks."""
         addresses = [
             f"{self._agents[i].host.address}:{self._agents[i].ports[k]}"
             for i, k in self._places
         ]
-        names = labels(len(addresses) - servers, servers)
+        names, own = tasks.names(), tasks.environments(addresses)
         for i, agent_there in enumerate(self._agents):
-            tasks = [t for t, (host, _) in enumerate(self._places) if host == i]
-            configs = [tf_config(addresses, task, servers) for task in tasks]
+            there = [t for t, (host, _) in enumerate(self._places) if host == i]
             agent_there.order(
                 command=command,
-                environments=[
-                    dict(environment) | {"TF_CONFIG": text} for text in configs
-                ],
-                names=[names[task] for task in tasks],
+                environments=[{**environment, **own[task]} for task in there],
+                names=[names[task] for task in there],
                 terminal=self._view.terminal,
+                chief=self._view.chief,
                 grace=ssh.grace,
                 silence=ssh.silence,
             )

@@ -26,6 +26,7 @@ class View(Protocol):
     """Rules of what is shown of a job."""
 
     terminal: Terminal | None  # for the chief
+    chief: str  # name of the task whose output is that of the job
 
     def sink(self, worker: str, stream: str, host: str = "") -> output.Sink:
         """Return the destination of a worker's "out" or "err"."""
@@ -48,13 +49,14 @@ class All:
 
     Attributes:
         terminal: none.
+        chief: name of the task whose output is that of the job.
     """
 
     terminal: Terminal | None = None
 
-    def __init__(self, quiet: bool = False) -> None:
-        """Take whether TensorFlow's first lines are left out."""
-        self._quiet = quiet
+    def __init__(self, quiet: bool = False, chief: str = CHIEF) -> None:
+        """Take whether TensorFlow's first lines are left out, and the chief."""
+        self._quiet, self.chief = quiet, chief
 
     def sink(self, worker: str, stream: str, host: str = "") -> output.Sink:
         """Return the destination of a worker's output."""
@@ -82,6 +84,7 @@ class Chief:
 
     Attributes:
         terminal: the chief's, if the launcher has one.
+        chief: name of the task whose output is that of the job.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Chief:
         quiet: bool = False,
         bare: bool = False,
         out: output.Stream | None = None,
+        chief: str = CHIEF,
     ) -> None:
         """Show all on this terminal, or in whole lines.
 
@@ -100,11 +104,12 @@ class Chief:
             quiet: whether TensorFlow's first lines are left out.
             bare: whether the chief tells all itself, in lines without its name.
             out: shows all as it comes, in the place of stdout and stderr.
+            chief: name of the task whose output is that of the job.
 
         Raises:
             OSError: the folder cannot be made.
         """
-        self.terminal, self._bare = terminal, bare
+        self.terminal, self._bare, self.chief = terminal, bare, chief
         self._folder, self._quiet = folder, quiet
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,7 @@ class Chief:
             transcript = self._transcripts.setdefault(worker, Transcript(worker, host))
             if stream == "out":
                 transcript.begin()
-            own = self._raw and worker == CHIEF
+            own = self._raw and worker == self.chief
             both = own and self._one
             errors = stream == "err" or both
             file = self._file(worker)
@@ -140,11 +145,11 @@ class Chief:
                 others = transcript.take(lines, errors)
                 if own and (both or stream == "out"):
                     self._cursor.write(chunk) if chunk else self._cursor.close()
-                elif worker == CHIEF:
+                elif worker == self.chief:
                     shown(chunk, lines)
                 elif stream == "err":
                     self._warnings.hear(transcript.label, others)
-                if worker == CHIEF:
+                if worker == self.chief:
                     self._warnings.remember(lines)
 
         return _Lines(take)
@@ -169,11 +174,11 @@ class Chief:
                 return
             self._release(now=float("inf"))
             reason, self._reason = self._reason, ""
-            if not worker or (self._bare and worker == CHIEF):
+            if not worker or (self._bare and worker == self.chief):
                 return
             self._cursor.end_line()
             failed = self._first_to_fail(worker)
-            chief = self._transcripts.get(CHIEF)
+            chief = self._transcripts.get(self.chief)
             if failed.failure and chief and chief.failure == failed.failure:
                 failed = chief
             if failed is chief:
@@ -224,7 +229,7 @@ class Chief:
             if late and transcript.failure and not transcript.shown:
                 transcript.shown = True
                 transcript.close()
-                if transcript.name != CHIEF:
+                if transcript.name != self.chief:
                     self._warnings.take(transcript.label, transcript.traceback)
         self._show(self._warnings.due(now))
 
@@ -273,13 +278,16 @@ def _writing(
     return write
 
 
-def of_option(text: str | None, quiet: bool, terminal: Terminal | None) -> View:
+def of_option(
+    text: str | None, quiet: bool, terminal: Terminal | None, chief: str = CHIEF
+) -> View:
     """Return what `--output` asks for.
 
     Args:
         text: "chief", "all" or a folder; by default "chief" on a terminal, else "all".
         quiet: whether TensorFlow's first lines are left out.
         terminal: of this process.
+        chief: name of the task whose output is that of the job.
 
     Raises:
         OSError: the folder cannot be made.
@@ -287,6 +295,6 @@ def of_option(text: str | None, quiet: bool, terminal: Terminal | None) -> View:
     if text is None:
         text = "chief" if terminal else "all"
     if text == "all":
-        return All(quiet)
+        return All(quiet, chief)
     folder = None if text == "chief" else pathlib.Path(text).absolute()
-    return Chief(terminal, folder, quiet)
+    return Chief(terminal, folder, quiet, chief=chief)

@@ -2,6 +2,7 @@
 
     python -m tf_dgc.launcher.script SETTINGS [-m] SCRIPT [ARGUMENT ...]
 
+SETTINGS are `-` where the script makes its strategy itself.
 The script runs as if Python had been given it. The strategy is made and set when it
 first uses TensorFlow, so that it may configure TensorFlow before (`tf.config`).
 """
@@ -19,6 +20,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tf_dgc.imported import when_imported
 from tf_dgc.launcher import settings
 
 _MIXED = (
@@ -126,6 +128,10 @@ def set_strategy(chosen: settings.Settings) -> None:
         atexit.register(pending.warn_if_unused)
 
 
+def _share_tuners(keras_tuner: types.ModuleType) -> None:
+    importlib.import_module("tf_dgc.search.tuners").prepare(keras_tuner)
+
+
 def _is_server() -> bool:
     try:
         return json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps"
@@ -169,7 +175,9 @@ def main(argv: Sequence[str]) -> None:
     folder = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     if not sys.flags.safe_path:
         sys.path[0] = folder
-    set_strategy(settings.of_text(text))
+    when_imported("keras_tuner", _share_tuners)
+    if text != settings.NO_STRATEGY:
+        set_strategy(settings.of_text(text))
     run(script, arguments, module)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 
+NO_STRATEGY = "-"  # in the place of settings: the script makes its strategy itself
 STRATEGIES = ("dense", "dgc", "averaging", "downpour")
 
 

@@ -24,6 +24,7 @@ _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBS
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 QUIET = "TF_CPP_MIN_LOG_LEVEL"
 _DEFAULTS = {"PYTHONHASHSEED": "0", QUIET: "3"}
+ORACLE = "oracle"  # name of the task in which one decides
 
 
 # Below those that Linux gives to connections by itself: one of these could be taken
@@ -64,6 +65,70 @@ def tf_config(addresses: Sequence[str], task: int, servers: int = 0) -> str:
 def labels(workers: int, servers: int = 0) -> list[str]:
     """Return what stands before the output of each task."""
     return [str(i) for i in range(workers)] + [f"ps{j}" for j in range(servers)]
+
+
+class Tasks(NamedTuple):
+    """Tasks of a job, in this order: workers, then servers.
+
+    Workers in groups train each for themselves, and the only server is the process in
+    which the oracle of their search decides.
+    """
+
+    workers: int
+    servers: int = 0  # parameter servers
+    groups: int = 0  # of a search for hyperparameters
+
+    @property
+    def others(self) -> int:
+        """Number of tasks that are no workers."""
+        return 1 if self.groups else self.servers
+
+    def names(self) -> list[str]:
+        """Return what stands before the output of each."""
+        if not self.groups:
+            return labels(self.workers, self.servers)
+        size = self.workers // self.groups
+        return [f"{i // size}.{i % size}" for i in range(self.workers)] + [ORACLE]
+
+    def environments(self, addresses: Sequence[str]) -> list[dict[str, str]]:
+        """Return what each has in its environment.
+
+        Args:
+            addresses: "host:port" of each.
+        """
+        if not self.groups:
+            tasks = range(self.workers + self.servers)
+            return [
+                {"TF_CONFIG": tf_config(addresses, task, self.servers)}
+                for task in tasks
+            ]
+        *own, oracle = addresses
+        size = self.workers // self.groups
+        hosts = [address.rpartition(":")[0] for address in own]
+        found = []
+        for task, host in enumerate(hosts):
+            group, index = divmod(task, size)
+            among = own[group * size :][:size]
+            place = {"oracle": oracle, "group": group, "groups": self.groups}
+            place["workers"] = size
+            found.append(
+                {
+                    "TF_CONFIG": tf_config(among, index),
+                    "TF_DGC_TRIALS": json.dumps(place),
+                    # Of all groups, for GPUs: its number on this host, and how many.
+                    "TF_DGC_LOCAL": f"{hosts[:task].count(host)}/{hosts.count(host)}",
+                }
+            )
+        place = {"oracle": oracle, "group": None, "groups": self.groups}
+        own_cluster = tf_config([oracle], 0)
+        found.append(
+            {
+                "TF_CONFIG": own_cluster,
+                "TF_DGC_TRIALS": json.dumps(place),
+                "CUDA_VISIBLE_DEVICES": "-1",  # it trains nothing while others do
+            }
+        )
+        return found
 
 
 def _die_with_parent() -> Callable[[], None] | None:
@@ -176,7 +241,7 @@ class Workers:
         own = self._family.mark(task) | dict(self._environments[task])
         with contextlib.ExitStack() as stack:
             out: int | None = None
-            chief = self._names[task] == screen.CHIEF
+            chief = self._names[task] == self._view.chief
             terminal = self._view.terminal if chief else None
             if terminal is not None:
                 master, out = terminal.open()
@@ -265,21 +330,16 @@ def _exit_code(process: "subprocess.Popen[bytes]") -> int | None:
 
 def start_here(
     command: Sequence[str],
-    workers: int,
-    servers: int = 0,
+    tasks: Tasks,
     environment: Mapping[str, str] | None = None,
     view: screen.View | None = None,
 ) -> Workers:
-    """Start workers, then parameter servers, that find each other on this machine.
+    """Start tasks that find each other on this machine.
 
     Raises:
         CannotStart: the command cannot be started.
     """
-    count = workers + servers
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    own = environment or {}
-    each = [
-        {**own, "TF_CONFIG": tf_config(addresses, task, servers)}
-        for task in range(count)
-    ]
-    return Workers(command, each, names=labels(workers, servers), view=view)
+    ports = free_ports(tasks.workers + tasks.others)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    each = [{**(environment or {}), **own} for own in tasks.environments(addresses)]
+    return Workers(command, each, names=tasks.names(), view=view)

@@ -29,6 +29,7 @@ from tf_dgc.exchanges import (
 )
 from tf_dgc.exchanges.figures import StepStats, TensorStats
 from tf_dgc.exchanges.records import Record
+from tf_dgc.search import tuners
 from tf_dgc.strategies import (
     adopted,
     compared,
@@ -100,6 +101,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         patches.install()
         files.set_worker(self.rank, self._transport.size)
         if self._transport.size > 1:
+            tuners.install(self._transport)
             watched.of_several.add(self)
             clips_sum = not isinstance(config, DGCConfig)
             averages = isinstance(config, AveragingConfig)

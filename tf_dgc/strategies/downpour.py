@@ -16,6 +16,7 @@ from tf_dgc import _host, optimizers
 from tf_dgc._host.shared import Table
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.downpour import Downpouring, ServerStats
+from tf_dgc.search import tuners
 from tf_dgc.servers import cluster as clusters
 from tf_dgc.servers import tables
 from tf_dgc.servers.members import Members
@@ -35,6 +36,10 @@ from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.mesh import Mesh
 from tf_dgc.version import __version__
 
+_NO_TUNER = (
+    "Workers of parameter servers train at their own pace, so they cannot train the "
+    "trials of a tuner together. Take another strategy, or search with one worker"
+)
 # How TensorFlow names a server in its errors.
 _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
@@ -113,6 +118,7 @@ class DownpourStrategy(BaseStrategy):
         self.extended.table_bytes = config.table_bytes
         watched.of_several.add(self)
         if cluster.workers > 1:
+            tuners.install(refusal=_NO_TUNER)
             files.set_worker(self.rank, cluster.workers)
             randomness.share(int(self._members.told["seed"]))
             self._warn(randomness.take_over_told(self._members.told))

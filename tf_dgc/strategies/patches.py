@@ -7,7 +7,8 @@ runs around those before it.
 
 Beside the list: `_host.startup` replaces three functions until TensorFlow is first
 used; `_host.applying.clip_sums` puts its row here without a strategy, for Horovod's
-optimizers; `verify` records, or silences, a run of its own process.
+optimizers; `verify` records, or silences, a run of its own process;
+`search.tuners.prepare` replaces two methods of KerasTuner's tuners, if it is imported.
 """
 
 from typing import Any, NamedTuple

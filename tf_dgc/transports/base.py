@@ -379,6 +379,8 @@ def claim_gpu(local_rank: int, local_size: int) -> None:
         local_rank: among the workers of this machine.
         local_size: how many they are.
     """
+    if text := os.environ.get("TF_DGC_LOCAL"):  # groups of workers share this machine
+        local_rank, local_size = map(int, text.split("/"))
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus or tf.config.get_visible_devices("GPU") != gpus or len(gpus) == 1:
         return

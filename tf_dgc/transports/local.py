@@ -1,5 +1,6 @@
 """The transport of a worker that is alone."""
 
+import os
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -13,6 +14,8 @@ class LocalTransport(base.Transport):
     name = "local"
 
     def __init__(self) -> None:
+        if os.environ.get("TF_DGC_LOCAL"):
+            base.claim_gpu(0, 1)
         self.rank = 0
         self.size = 1
         self.device = base.default_device()

@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 
 from tf_dgc.launcher import workers
-from tf_dgc.launcher.job import Group, Job
+from tf_dgc.launcher.apart import Group
+from tf_dgc.launcher.job import Job
 from tf_dgc.verify import records, verdict
 
 DIFFERENT = 1
@@ -69,6 +70,6 @@ def _start(
 
     def start(attempt: int) -> Group:
         script.require()
-        return workers.start_here(command, size, 0, environment, job.view)
+        return workers.start_here(command, workers.Tasks(size), environment, job.view)
 
     return start
