@@ -313,8 +313,16 @@ class ReferencePages(unittest.TestCase):
 
     def test_every_public_name_has_an_entry(self) -> None:
         names = self.described()
-        modules = {"callbacks", "layers", "simulate", "transports"}
-        for module in ("", "layers", "transports", "advise", "plots", "horovod"):
+        modules = {"callbacks", "layers", "search", "simulate", "transports"}
+        for module in (
+            "",
+            "layers",
+            "search",
+            "transports",
+            "advise",
+            "plots",
+            "horovod",
+        ):
             with self.subTest(module):
                 public = set(exported(module)) - modules - {"__version__"}
                 self.assertLessEqual(public, names)
