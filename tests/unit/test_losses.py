@@ -393,5 +393,57 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(kind, wanted)
 
 
+# What a constant says of the rows of a batch of 12, of which a worker has 4.
+COUNTED: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "reshaped to all": lambda x: tf.reshape(x, (12, -1)),
+    "reshaped to all, with both sizes": lambda x: tf.reshape(x, (12, 2)),
+    "some of the first": lambda x: x[:4],
+    "those behind": lambda x: x[4:],
+}
+UNCOUNTED: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "reshaped to what there is": lambda x: tf.reshape(x, (-1, 3)),
+    "reshaped by its own shape": lambda x: tf.reshape(x, (tf.shape(x)[0], -1)),
+    "reshaped to a row of all": lambda x: tf.reshape(x, (1, -1, 6)),
+    "up to its own number": lambda x: x[: tf.shape(x)[0]],
+    "within rows": lambda x: x[:, 4:],
+}
+# Of shapes that are known: as many rows more, of which one kind is taken.
+VIEWS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    "the first view": lambda x: tf.concat([x, 2 * x], 0)[: x.shape[0]],
+    "the second view": lambda x: tf.concat([x, 2 * x], 0)[x.shape[0] :],
+    "pieces of rows": lambda x: tf.reshape(x, (x.shape[0] * 2, -1)),
+    "heads that become rows": lambda x: tf.reshape(
+        tf.reshape(x, (-1, 3, 2)), (x.shape[0] * 3, 2)
+    ),
+}
+
+
+class CountedByConstantsTest(parameterized.TestCase, tf.test.TestCase):
+    def kind_of(self, form: Any, rows: int | None) -> str:
+        """Return what a reading says of what is made of rows."""
+        found: list[str] = []
+
+        def call(x: tf.Tensor) -> None:
+            reading = readings.Reading([x], [], rows, workers=3)
+            with _host.operations.recorded():
+                found.append(reading.of(form(x)).kind)
+
+        signature = [tf.TensorSpec([rows, 6])]
+        tf.function(call, signature, autograph=False).get_concrete_function()
+        return found[0]
+
+    @parameterized.product(name=sorted(COUNTED), rows=[4, None])
+    def test_a_constant_that_counts_rows_is_told(self, name: str, rows: Any) -> None:
+        self.assertEqual(self.kind_of(COUNTED[name], rows), readings.UNKNOWN)
+
+    @parameterized.product(name=sorted(UNCOUNTED), rows=[4, None])
+    def test_what_counts_none_is_read(self, name: str, rows: Any) -> None:
+        self.assertEqual(self.kind_of(UNCOUNTED[name], rows), readings.ROWS)
+
+    @parameterized.parameters(*VIEWS)
+    def test_views_of_rows_are_read(self, name: str) -> None:
+        self.assertEqual(self.kind_of(VIEWS[name], 4), readings.ROWS)
+
+
 if __name__ == "__main__":
     tf.test.main()

@@ -6,12 +6,14 @@ training at a time: steps of two threads would meet other workers in any order.
 
 import contextlib
 import multiprocessing.dummy
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from tf_dgc import _host
 
@@ -25,6 +27,15 @@ class Run(NamedTuple):
     several: bool  # whether several workers take part
 
 
+_DIFFERS = re.compile(
+    "Dimensions must be equal|[Ss]hapes? (?:of all inputs )?must match|"
+    "Incompatible shapes|required broadcastable shapes|incompatible shapes"
+)
+_BY_CONSTANT = (
+    "A step sees the rows of its own worker, a part of the batch. Where the script has "
+    "the number of rows as a constant, as in `tf.ones((32, 1))`, write "
+    "`tf.shape(x)[0]`; see docs/how-to/steps-of-your-own.md"
+)
 _own: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies of this package
 _running: list[Run] = []
 _entering = threading.Lock()
@@ -120,8 +131,21 @@ def _noted(what: str, model: keras.Model) -> Iterator[None]:
         _running.append(run)
     try:
         yield
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        workers = getattr(strategy, "num_replicas_in_sync", 1) if several else 1
+        if _may_count_by_constant(str(error), workers):
+            error.add_note(_BY_CONSTANT)
+        raise
     finally:
         _running.remove(run)
+
+
+def _may_count_by_constant(text: str, workers: int) -> bool:
+    """Tell whether shapes in an error differ as a worker's rows and those of all do."""
+    if workers == 1 or not _DIFFERS.search(text):
+        return False
+    sizes = {int(size) for size in re.findall(r"\b\d+\b", _DIFFERS.split(text)[-1])}
+    return any(size and size * workers in sizes for size in sizes)
 
 
 def _rank_of(model: keras.Model) -> Any:

@@ -113,6 +113,7 @@ class Reading:
             lambda t: self.of(t).origin == COUNT or self.of(t).kind == SHAPE,
             lambda tensor: self.of(tensor).picks,
             lambda tensor: self.of(tensor).copies,
+            workers,
         )
 
     def of(self, tensor: Any) -> Known:

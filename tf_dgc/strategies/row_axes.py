@@ -131,12 +131,14 @@ class Facts(NamedTuple):
         counts: tells whether a tensor is their number.
         picks: tells whether a tensor has positions of rows, in their order.
         copies: returns how many times a tensor has the rows.
+        workers: N.
     """
 
     static: int | None
     counts: Callable[[Any], bool]
     picks: Callable[[Any], bool]
     copies: Callable[[Any], int]
+    workers: int = 1
 
 
 def axis_by_shape(facts: Facts, tensor: Any, guess: int | None = None) -> int | None:
@@ -265,6 +267,8 @@ def _reshaped(
     axis, before, after = axes[0], operation.inputs[0].shape, tensor.shape
     if before.rank is None or after.rank is None or axis is None:
         return axis_by_shape(facts, tensor)
+    if axis == 0 and after.rank and _is_of_constant_rows(facts, operation, tensor):
+        raise Moved("rows are counted by a constant")
     if facts.static is None:
         begin = axis == 0 and after.rank and after[0] is None
         return axis_by_shape(facts, tensor, 0 if begin else None)
@@ -274,6 +278,29 @@ def _reshaped(
         if rows and after[:i].num_elements() == size:
             return i
     return axis_by_shape(facts, tensor)
+
+
+def _is_of_constant_rows(facts: Facts, operation: Operation, tensor: Any) -> bool:
+    """Tell whether a constant says how many rows a reshaped tensor has.
+
+    As it does in one process, whose batch has the rows of all workers.
+    """
+    shape = operation.inputs[1]
+    if facts.counts(shape) or _is_counted(facts, shape, 0):
+        return False
+    given = tf.get_static_value(shape, partial=True)
+    first = None if given is None else given[0]
+    if first is None or first <= 1:
+        return False
+    if facts.static is None:
+        return operation.inputs[0].shape[0] is None
+    if facts.workers == 1 or first % (facts.static * facts.workers):
+        return False
+    ends, size = [], 1  # axes that become one
+    for each in operation.inputs[0].shape:
+        size *= each or 0
+        ends.append(size)
+    return -1 in list(given) or first not in ends
 
 
 def _packed(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
@@ -350,8 +377,9 @@ def _strided(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int
             made += 1
         elif at == axis:
             whole = not gone & bit and _is_step(facts, operation.inputs[3], i)
-            begin = begins & bit or _is_edge(facts, operation.inputs[1], i, True)
-            end = ends & bit or _is_edge(facts, operation.inputs[2], i, False)
+            rows = operation.inputs[0].shape[axis]
+            begin = begins & bit or _is_edge(facts, operation.inputs[1], i, rows, True)
+            end = ends & bit or _is_edge(facts, operation.inputs[2], i, rows, False)
             if not (whole and begin and end):
                 raise Moved("rows meet rows")
             return made
@@ -365,18 +393,29 @@ def _is_step(facts: Facts, strides: Any, i: int) -> bool:
     return found is not None and found[i] == 1
 
 
-def _is_edge(facts: Facts, bounds: Any, i: int, first: bool) -> bool:
-    """Tell whether rows begin, or end, at a bound, as a multiple of all."""
+def _is_edge(facts: Facts, bounds: Any, i: int, size: int | None, first: bool) -> bool:
+    """Tell whether rows begin, or end, at a bound, as a multiple of all.
+
+    A constant that is as many as this worker has of a batch may be a part of the batch
+    of one process. So it is an edge only between rows and rows, as of two views that
+    were joined.
+    """
+    if facts.counts(bounds) or _is_counted(facts, bounds, i):
+        return True
     found = tf.get_static_value(bounds, partial=True)
-    value = None if found is None else found[i]
-    if value is not None:
-        rows = facts.static
-        return bool(
-            (first and value == 0) or (rows and value >= 0 and value % rows == 0)
-        )
-    made = _host.operations.of(bounds)
-    single = made is not None and made.kind == "Pack" and facts.counts(made.inputs[i])
-    return single or facts.counts(bounds)
+    value, rows = None if found is None else found[i], facts.static
+    if first and value == 0:
+        return True
+    if value is None or not rows or value < 0 or value % rows:
+        return False
+    several = size is not None and size > rows
+    return several and (not first or value < (size or 0))
+
+
+def _is_counted(facts: Facts, numbers: Any, i: int) -> bool:
+    """Tell whether one of some numbers, which were packed, is that of rows."""
+    made = _host.operations.of(numbers)
+    return made is not None and made.kind == "Pack" and facts.counts(made.inputs[i])
 
 
 def _sliced(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:

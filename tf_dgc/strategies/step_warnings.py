@@ -50,7 +50,8 @@ class StepWarnings:
             "and means over rows: its gradient counts as that of a mean of each "
             "worker's rows, which one process may compute otherwise. Where rows meet "
             "rows, gather them before, in `train_step`: "
-            "tf.distribute.get_replica_context().all_gather(rows, 0); see "
+            "tf.distribute.get_replica_context().all_gather(rows, 0). Where a constant "
+            "stands for the number of rows, write tf.shape(x)[0]; see "
             "docs/how-to/steps-of-your-own.md"
         )
 
