@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, bands
-from tf_dgc.exchanges import files as state_files
 from tf_dgc.exchanges import records as saving
+from tf_dgc.exchanges import state_files
 from tf_dgc.exchanges.downpour import ServerStats
 from tf_dgc.exchanges.figures import StepStats
 from tf_dgc.strategies import backups, calls, kept, owners, positions, remembered

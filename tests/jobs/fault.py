@@ -24,7 +24,7 @@ import features
 import keras
 
 import tf_dgc
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 
 PERIOD = 3  # local steps
 WARMUP = 6  # steps; an epoch has four

@@ -29,8 +29,7 @@ from tf_dgc.compression import message as packing
 from tf_dgc.compression import selection as sparsify
 from tf_dgc.compression.message import HEADER_WORDS, Format
 from tf_dgc.config import VALUE_DTYPES, DGCConfig
-from tf_dgc.exchanges import Dense, Ledger, averaged
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import Dense, Ledger, averaged, state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.formats import message_format
 from tf_dgc.transports import handshake, rendezvous

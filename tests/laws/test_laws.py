@@ -3,7 +3,7 @@
 Several workers are threads. The laws are numbered as in the design: 1 sent + kept is
 what was accumulated, 2 at sparsity 0 it is momentum SGD, masking or not, 3 N workers
 are one worker, 4 all hold the same bits, 5 what is packed is unpacked
-(test_packing.py), 7 a restored state goes on as if it had never stopped.
+(test_message.py), 7 a restored state goes on as if it had never stopped.
 """
 
 import pathlib

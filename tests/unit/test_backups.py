@@ -26,7 +26,7 @@ from absl.testing import parameterized
 from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 from tf_dgc.strategies import calls, owners
 from tf_dgc.strategies.calls import Fit
 from tf_dgc.transports.local import LocalTransport

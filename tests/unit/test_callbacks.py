@@ -20,7 +20,7 @@ from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
 from tf_dgc import callbacks
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 from tf_dgc.strategies import owners, positions
 from tf_dgc.transports.local import LocalTransport
 

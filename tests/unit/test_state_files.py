@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 
 ACCOUNTS = [
     {"variables": ["float32 (3, 2)"], "arrays": {"residual": [128]}, "step": 7},

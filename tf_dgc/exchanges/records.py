@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import bands
 from tf_dgc.bands import Band
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 from tf_dgc.exchanges.records import PARTS, Record, together
 from tf_dgc.transports.base import Transport
 

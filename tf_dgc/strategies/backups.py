@@ -24,8 +24,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands
 from tf_dgc._host.shared import Table
-from tf_dgc.exchanges import files as state_files
-from tf_dgc.exchanges import records
+from tf_dgc.exchanges import records, state_files
 from tf_dgc.strategies import owners, positions, remembered
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.extended import on_one_worker

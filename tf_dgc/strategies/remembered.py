@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from tf_dgc import _host
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import state_files
 from tf_dgc.transports import handshake
 
 TEXT = "remembered"

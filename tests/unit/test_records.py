@@ -14,8 +14,7 @@ from loopback import Loopback, Owner, outcomes, run_workers
 
 from tf_dgc.compression.dgc import Momentum
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import Dense, Ledger
-from tf_dgc.exchanges import files as state_files
+from tf_dgc.exchanges import Dense, Ledger, state_files
 from tf_dgc.transports.local import LocalTransport
 
 SHAPES = ((16, 8), (5,), (40, 3))
