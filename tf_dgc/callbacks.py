@@ -316,7 +316,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             self._number = calls.choose(*args)
         self._folder = calls.place_of(self._number, self.backup_dir)
 
-    def _owner(self, strategy: BaseStrategy) -> owners.Owner:
+    def _owner(self, strategy: BaseStrategy) -> owners.FileOwner:
         return owners.of(self.backup_dir, strategy.rank)
 
     def _restore(self, strategy: BaseStrategy, position: backups.Position) -> None:
@@ -379,7 +379,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         backups.refuse_tables(self.model)
         own = tf.constant([secrets.randbelow(2**31)], tf.int64)
         self._run = int(strategy.transport.broadcast([own], "run")[0][0])
-        self._writer = backups.Writer(self._folder, strategy.rank, _KEPT)
+        self._writer = backups.BackupWriter(self._folder, strategy.rank, _KEPT)
         self._waiting = None
         self._since, self._last = 0, time.monotonic()
 

@@ -201,7 +201,7 @@ class FormulaTest(tf.test.TestCase):
         model = keras.Sequential([keras.Input((3, 2**11)), *layers])
         found = split_of(model, rows=4)
         m, inputs, units = 4 * 3, 2**11, 2**9
-        form = ways.Form(inputs, units, ["columns", "rows"])
+        form = ways.WayForm(inputs, units, ["columns", "rows"])
         expected = Split(4 * inputs * units, 5, (Chain(m, (form,)),))
         self.assertEqual(found, expected)
         self.assertEqual(split_of(small(), 4), Split())

@@ -29,7 +29,7 @@ def rows_of_messages() -> list[str]:
 
 
 class OperationsTest(unittest.TestCase):
-    def place_of(self, environment: dict[str, str]) -> schedulers.Place:
+    def place_of(self, environment: dict[str, str]) -> schedulers.ProcessPlace:
         with mock.patch.dict(os.environ, environment, clear=True):
             return schedulers.find()
 

@@ -248,7 +248,7 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
         self.enterContext(mock.patch.object(owners, "PATIENCE", 0.0))
         self.addCleanup(end_process, False)
 
-    def claim(self) -> owners.Owner:
+    def claim(self) -> owners.FileOwner:
         owner = owners.of(self.folder, 0)
         owners.claim(owner, LocalTransport(), 1, True)
         return owner
@@ -260,7 +260,7 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
         other = os.fork()
         if not other:  # does nothing with TensorFlow
             try:
-                owner = owners.Owner(self.folder, 0)
+                owner = owners.FileOwner(self.folder, 0)
                 assert not owner.take()
                 owner.begin("", 1)
                 os.write(ready[1], b"1")
@@ -286,10 +286,12 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
         with mock.patch("fcntl.lockf", side_effect=none):
             path.write_text(json.dumps(record | {"process": os.getppid()}))
             with self.assertRaisesRegex(ValueError, "no other job uses"):
-                owners.claim(owners.Owner(self.folder, 0), LocalTransport(), 1, True)
+                owners.claim(
+                    owners.FileOwner(self.folder, 0), LocalTransport(), 1, True
+                )
             for other in ({"process": 2**22 + 1}, {"place": "elsewhere"}):
                 path.write_text(json.dumps(record | other))
-                owner = owners.Owner(self.folder, 0)
+                owner = owners.FileOwner(self.folder, 0)
                 owners.claim(owner, LocalTransport(), 1, True)
                 owner.release()
 
@@ -299,7 +301,7 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
 
         def work(transport: Loopback) -> None:
             folder = self.folder / "a" if transport.rank else file / "b"
-            owner = owners.Owner(folder, transport.rank)
+            owner = owners.FileOwner(folder, transport.rank)
             owners.claim(owner, transport, transport.size, True)
 
         first, second = outcomes(2, work)
@@ -310,7 +312,7 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
     def test_backups_go_when_all_have_ended_well(self, shared: bool) -> None:
         def job(transport: Loopback, ends: tuple[int, ...]) -> list[str]:
             place = self.folder if shared else self.folder / str(transport.rank)
-            owner = owners.Owner(place, transport.rank)
+            owner = owners.FileOwner(place, transport.rank)
             owners.claim(owner, transport, transport.size, True)
             found = sorted(path.name for path in place.glob("epoch-*"))
             transport.barrier()

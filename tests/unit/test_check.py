@@ -8,7 +8,7 @@ from typing import Any
 from tf_dgc.check import verdict
 from tf_dgc.check.facts import Facts
 from tf_dgc.check.links import Link
-from tf_dgc.check.verdict import Cluster
+from tf_dgc.check.verdict import CheckedCluster
 
 VERSIONS = {"tf_dgc": "1", "Python": "3.12.1", "tensorflow": "2.21", "keras": "3.15"}
 NAMES = ("a", "b", "c", "d")
@@ -35,7 +35,7 @@ def cluster(
     changes: dict[int, dict[str, Any]] | None = None,
     links: dict[tuple[int, int], dict[str, Any]] | None = None,
     **others: Any,
-) -> Cluster:
+) -> CheckedCluster:
     """Return four workers on four hosts, with what differs from a sound cluster."""
     changes, links = changes or {}, links or {}
     ways = [
@@ -46,11 +46,11 @@ def cluster(
     ]
     known = {"links": ways, "together": [w for w in ways if w.target == w.source + 1]}
     every = [facts(rank, **changes.get(rank, {})) for rank in range(4)]
-    return Cluster([f.address for f in every], every, **(known | others))
+    return CheckedCluster([f.address for f in every], every, **(known | others))
 
 
 class VerdictTest(unittest.TestCase):
-    def told(self, found: Cluster) -> tuple[bool, str]:
+    def told(self, found: CheckedCluster) -> tuple[bool, str]:
         """Return whether the only finding is fatal, and its text."""
         (finding,) = verdict.findings(found)
         return finding.fatal, finding.text

@@ -41,7 +41,7 @@ class WaitingTest(unittest.TestCase):
             contextlib.redirect_stderr(io.StringIO()) as err,
             mock.patch.object(waiting.time, "monotonic", side_effect=[0.0, 2.0, 10.0]),
         ):
-            line = waiting.Waiting(rank, ["a:1", "b:1", "c:1"])
+            line = waiting.WaitReport(rank, ["a:1", "b:1", "c:1"])
             line.still(missing)
             line.still(missing)
             line.over()

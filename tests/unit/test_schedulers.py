@@ -29,7 +29,7 @@ JOB = {
 }
 
 
-def found(environment: dict[str, str]) -> schedulers.Place | None:
+def found(environment: dict[str, str]) -> schedulers.ProcessPlace | None:
     with mock.patch.dict(os.environ, environment, clear=True):
         return schedulers.find()
 

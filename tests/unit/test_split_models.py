@@ -264,7 +264,7 @@ class WaysTest(parameterized.TestCase, tf.test.TestCase):
             return sent.arrays[0].size // kept * (workers - 1)
 
         after = by[0] == "columns"
-        one, other = ways.Form(inputs, middle), ways.Form(middle, units)
+        one, other = ways.WayForm(inputs, middle), ways.WayForm(middle, units)
         forth = ways.numbers_sent(by[0], one, workers, False)
         forth += ways.numbers_sent(by[1], other, workers, after)
         # One row a worker, forth and back; nobody asks for the gradient of the inputs.

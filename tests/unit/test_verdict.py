@@ -9,13 +9,13 @@ import numpy as np
 from absl.testing import parameterized
 
 from tf_dgc.verify import records, verdict
-from tf_dgc.verify.records import Run, Sample, Step, sample_of
+from tf_dgc.verify.records import RecordedRun, RecordedSample, RecordedStep, sample_of
 
 ROWS = ["r0", "r1", "r2", "r3"]
 KERNEL = np.arange(1.0, 7.0).reshape(2, 3)
 
 
-def step(rows: Sequence[str], **more: Any) -> Step:
+def step(rows: Sequence[str], **more: Any) -> RecordedStep:
     plain = {
         "rows": {"x": list(rows)},
         "shown": {"x": [1.0]},
@@ -23,25 +23,27 @@ def step(rows: Sequence[str], **more: Any) -> Step:
         "weights": {"kernel": sample_of(-KERNEL), "counter": sample_of(2)},
         "logs": {"loss": 4.0},
     }
-    return Step(**(plain | more))
+    return RecordedStep(**(plain | more))
 
 
-def run(*steps: Step, **notes: Any) -> Run:
+def run(*steps: RecordedStep, **notes: Any) -> RecordedRun:
     notes = {"trainable": ["kernel"], "clips": [], "draws": []} | notes
-    return Run(notes, {"kernel": sample_of(KERNEL)}, steps)
+    return RecordedRun(notes, {"kernel": sample_of(KERNEL)}, steps)
 
 
-def halves(change: Callable[[Step], Step] = lambda s: s) -> list[Run]:
+def halves(
+    change: Callable[[RecordedStep], RecordedStep] = lambda s: s,
+) -> list[RecordedRun]:
     return [run(change(step(rows))) for rows in (ROWS[:2], ROWS[2:])]
 
 
-def scaled(factor: float) -> Callable[[Step], Step]:
+def scaled(factor: float) -> Callable[[RecordedStep], RecordedStep]:
     gradients = {"kernel": sample_of(factor * KERNEL)}
     return lambda step: step._replace(gradients=gradients)
 
 
 class VerdictTest(parameterized.TestCase):
-    def found(self, workers: list[Run], **notes: Any) -> verdict.Difference:
+    def found(self, workers: list[RecordedRun], **notes: Any) -> verdict.Difference:
         found = verdict.compare(run(step(ROWS), **notes), workers)
         assert found is not None
         return found
@@ -83,7 +85,7 @@ class VerdictTest(parameterized.TestCase):
         self.assertIn("RandomUniform", found.cause)
 
     def test_variables_and_logs_are_looked_at_last(self) -> None:
-        def counted(step: Step) -> Step:
+        def counted(step: RecordedStep) -> RecordedStep:
             weights = {**step.weights, "counter": sample_of(1)}
             return step._replace(weights=weights, logs={"loss": 2.0})
 
@@ -106,7 +108,7 @@ class VerdictTest(parameterized.TestCase):
         self.assertEqual(("rows", 2), found[:2])
 
     def test_variables_under_other_names_are_compared_in_their_order(self) -> None:
-        def renamed(step: Step) -> Step:
+        def renamed(step: RecordedStep) -> RecordedStep:
             return step._replace(gradients={"kernel_1": sample_of(3 * KERNEL)})
 
         self.assertEqual("gradients", self.found(halves(renamed)).what)
@@ -139,5 +141,5 @@ class VerdictTest(parameterized.TestCase):
     def test_of_large_tensors_some_elements_are_kept(self) -> None:
         sample = sample_of(np.ones([records.MOST_ELEMENTS + 1]))
         self.assertLen(sample.elements, records.MOST_ELEMENTS)
-        self.assertEqual(Sample, type(sample))
+        self.assertEqual(RecordedSample, type(sample))
         self.assertAlmostEqual((records.MOST_ELEMENTS + 1) ** 0.5, sample.norm)

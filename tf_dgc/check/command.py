@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from tf_dgc.check import verdict
 from tf_dgc.check.facts import Facts, gather
-from tf_dgc.check.meeting import Meeting, follow
+from tf_dgc.check.meeting import HostMeeting, follow
 
 WRONG = 1
 _WAIT_SECONDS = 60.0
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lead(facts: Facts, addresses: list[str], options: argparse.Namespace) -> int:
-    meeting = Meeting(facts, addresses)
+    meeting = HostMeeting(facts, addresses)
     try:
         meeting.wait(options.wait, _Notice())
         cluster = meeting.cluster()
@@ -129,7 +129,7 @@ class _Notice:
             sys.stderr.write(f"waiting for worker {named}, {seconds:.0f} s\n")
 
 
-def _advise(model: str, cluster: verdict.Cluster, bandwidth: float) -> None:
+def _advise(model: str, cluster: verdict.CheckedCluster, bandwidth: float) -> None:
     """Print the table of the adviser for this cluster; in this process, alone."""
     for name in ("TF_CONFIG", "HOROVOD_SIZE", "HOROVOD_RANK"):
         os.environ.pop(name, None)

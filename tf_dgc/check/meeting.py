@@ -14,7 +14,7 @@ from typing import Any
 from tf_dgc.check import links
 from tf_dgc.check.facts import Facts
 from tf_dgc.check.links import Link, Server
-from tf_dgc.check.verdict import Cluster
+from tf_dgc.check.verdict import CheckedCluster
 
 _MAX_BYTES = 2**22  # of a record
 _ANSWER_SECONDS = 120.0
@@ -99,7 +99,7 @@ def _measured(
     return [links.measure(rank, int(t), addresses[int(t)]) for t in targets]
 
 
-class Meeting:
+class HostMeeting:
     """Worker 0, who asks.
 
     Attributes:
@@ -141,14 +141,14 @@ class Meeting:
                     self._facts[facts.rank] = facts
                     self._channels[facts.rank] = channel
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> CheckedCluster:
         """Let all measure, and return what was found out."""
         ranks = sorted(self._facts)
         clocks = {rank: self._clock(rank) for rank in ranks if rank}
         found: list[Link] = []
         for rank in ranks:
             found += self._links(rank, _targets(rank, ranks))
-        return Cluster(
+        return CheckedCluster(
             self.addresses,
             [self._facts[rank] for rank in ranks],
             {rank: seconds for rank, seconds in clocks.items() if seconds is not None},

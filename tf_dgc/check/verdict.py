@@ -21,7 +21,7 @@ _UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class CheckedCluster:
     """Everything that was found out.
 
     Attributes:
@@ -69,9 +69,9 @@ class Finding:
     text: str
 
 
-def findings(cluster: Cluster) -> list[Finding]:
+def findings(cluster: CheckedCluster) -> list[Finding]:
     """Return what is wrong with a cluster, the worst first."""
-    looks: tuple[Callable[[Cluster], Iterable[Finding]], ...] = (
+    looks: tuple[Callable[[CheckedCluster], Iterable[Finding]], ...] = (
         *(_missing, _names, _ports, _versions, _folders),
         *(_clocks, _memory, _gpus, _slow_links),
     )
@@ -79,7 +79,7 @@ def findings(cluster: Cluster) -> list[Finding]:
     return sorted(found, key=lambda each: not each.fatal)
 
 
-def _missing(cluster: Cluster) -> Iterable[Finding]:
+def _missing(cluster: CheckedCluster) -> Iterable[Finding]:
     there = {each.rank for each in cluster.facts}
     for rank, address in enumerate(cluster.addresses):
         if rank not in there:
@@ -90,7 +90,7 @@ def _missing(cluster: Cluster) -> Iterable[Finding]:
             yield Finding(True, text)
 
 
-def _names(cluster: Cluster) -> Iterable[Finding]:
+def _names(cluster: CheckedCluster) -> Iterable[Finding]:
     """Find names of hosts that mean another machine to each, or none."""
     several = len(set(cluster.machines.values())) > 1
     names = {host_of(address) for address in cluster.addresses}
@@ -122,7 +122,7 @@ def _loop_of(known: Mapping[int, Sequence[str] | None]) -> str:
     return next(each for each in every if _loops(each))
 
 
-def _ports(cluster: Cluster) -> Iterable[Finding]:
+def _ports(cluster: CheckedCluster) -> Iterable[Finding]:
     closed: dict[tuple[int, str], list[int]] = {}
     for link in (*cluster.links, *cluster.together):
         sources = closed.setdefault((link.target, link.error), [])
@@ -138,7 +138,7 @@ def _ports(cluster: Cluster) -> Iterable[Finding]:
             yield Finding(True, text)
 
 
-def _versions(cluster: Cluster) -> Iterable[Finding]:
+def _versions(cluster: CheckedCluster) -> Iterable[Finding]:
     names = {name for each in cluster.facts for name in each.versions}
     for name in sorted(names):
         found = _by_value(cluster, lambda each, n=name: each.versions.get(n, "none"))
@@ -154,14 +154,16 @@ def _versions(cluster: Cluster) -> Iterable[Finding]:
         yield Finding(False, f"What Horovod was built with differs: {told}.")
 
 
-def _by_value(cluster: Cluster, value: Callable[..., str]) -> dict[str, list[int]]:
+def _by_value(
+    cluster: CheckedCluster, value: Callable[..., str]
+) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for each in cluster.facts:
         found.setdefault(value(each), []).append(each.rank)
     return found
 
 
-def _clocks(cluster: Cluster) -> Iterable[Finding]:
+def _clocks(cluster: CheckedCluster) -> Iterable[Finding]:
     for rank, seconds in cluster.clocks.items():
         if abs(seconds) > _CLOCK:
             way = "before" if seconds > 0 else "behind"
@@ -172,7 +174,7 @@ def _clocks(cluster: Cluster) -> Iterable[Finding]:
             yield Finding(False, text)
 
 
-def _folders(cluster: Cluster) -> Iterable[Finding]:
+def _folders(cluster: CheckedCluster) -> Iterable[Finding]:
     for each in cluster.facts:
         where = f"in {each.folder} on worker {each.rank}"
         if each.obstacle:
@@ -182,14 +184,14 @@ def _folders(cluster: Cluster) -> Iterable[Finding]:
             yield Finding(not each.disk, text)
 
 
-def _memory(cluster: Cluster) -> Iterable[Finding]:
+def _memory(cluster: CheckedCluster) -> Iterable[Finding]:
     for each in cluster.facts:
         if 0 < each.memory < _MEMORY:
             text = f"{_size(each.memory)} of memory are free on worker {each.rank}."
             yield Finding(False, text)
 
 
-def _gpus(cluster: Cluster) -> Iterable[Finding]:
+def _gpus(cluster: CheckedCluster) -> Iterable[Finding]:
     counts = _by_value(cluster, lambda each: str(bool(each.gpus)))
     if len(counts) > 1:
         some = _workers(counts["True"])
@@ -214,7 +216,7 @@ def _visible(facts: Facts) -> int:
     return len(list(itertools.takewhile(lambda part: part not in ("", "-1"), parts)))
 
 
-def _slow_links(cluster: Cluster) -> Iterable[Finding]:
+def _slow_links(cluster: CheckedCluster) -> Iterable[Finding]:
     machines = cluster.machines
     measured = [
         (link, link.bandwidth, link.latency)
@@ -255,7 +257,7 @@ def rate(bits: float) -> str:
     return f"{bits:.0f} bit/s"
 
 
-def text(cluster: Cluster, found: Sequence[Finding]) -> str:
+def text(cluster: CheckedCluster, found: Sequence[Finding]) -> str:
     """Return the facts, what is wrong, and a verdict, as lines of text."""
     lines = []
     for each in cluster.facts:
@@ -283,7 +285,7 @@ def text(cluster: Cluster, found: Sequence[Finding]) -> str:
     return "\n".join([*lines, verdict(cluster, found)])
 
 
-def verdict(cluster: Cluster, found: Sequence[Finding]) -> str:
+def verdict(cluster: CheckedCluster, found: Sequence[Finding]) -> str:
     """Return a sentence."""
     count = len(cluster.addresses)
     wrong = sum(each.fatal for each in found)
@@ -294,7 +296,7 @@ def verdict(cluster: Cluster, found: Sequence[Finding]) -> str:
     return f"These {count} workers can train together."
 
 
-def as_json(cluster: Cluster, found: Sequence[Finding]) -> dict[str, Any]:
+def as_json(cluster: CheckedCluster, found: Sequence[Finding]) -> dict[str, Any]:
     """Return everything, as values that JSON can hold."""
     record = dataclasses.asdict(cluster)
     record["findings"] = [dataclasses.asdict(each) for each in found]

@@ -21,7 +21,7 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.residual import RATES, Arenas, Residual
 from tf_dgc.exchanges.selecting import Chosen, Selecting
 from tf_dgc.servers.shared import Servers, Twins
-from tf_dgc.servers.stamps import ALL, Stamped, Workers
+from tf_dgc.servers.stamps import ALL, Pushers, Stamped
 
 
 class Pushed:
@@ -91,7 +91,7 @@ class Pushed:
 
     # On the servers.
 
-    def open(self, name: str, servers: Servers, workers: Workers, twins: Twins) -> None:
+    def open(self, name: str, servers: Servers, workers: Pushers, twins: Twins) -> None:
         """Make handles of what is on the servers."""
         large = [self.variables[i] for i in self._large]
         if large:

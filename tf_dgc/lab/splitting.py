@@ -15,7 +15,7 @@ class Chain(NamedTuple):
     """Dense layers, each of which hands its units to the next alone."""
 
     rows: int  # of a worker
-    forms: tuple[ways.Form, ...]
+    forms: tuple[ways.WayForm, ...]
 
 
 class Split(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tf_dgc.launcher import output
-from tf_dgc.launcher.terminals import Cursor, Terminal
+from tf_dgc.launcher.terminals import ScreenCursor, Terminal
 from tf_dgc.launcher.transcript import NOISE, Transcript
 from tf_dgc.launcher.warned import Warnings
 
@@ -119,7 +119,7 @@ class Chief:
         self._raw = terminal is not None or out is not None
         self._one = out is not None or (terminal is not None and terminal.errors)
         self._out = out or output.OUT
-        self._cursor = Cursor(self._out, terminal, quiet)
+        self._cursor = ScreenCursor(self._out, terminal, quiet)
         self._transcripts: dict[str, Transcript] = {}
         self._warnings = Warnings()
         self._reason = ""

@@ -50,7 +50,7 @@ def of_this_process() -> Terminal | None:
     return None
 
 
-class Cursor:
+class ScreenCursor:
     """The terminal, on which the chief may be in the middle of a line."""
 
     def __init__(

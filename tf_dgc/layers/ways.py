@@ -26,7 +26,7 @@ _ELEMENTWISE = (
 )
 
 
-class Form(NamedTuple):
+class WayForm(NamedTuple):
     """Sizes and settings on which the choice of a way depends.
 
     Attributes:
@@ -40,7 +40,7 @@ class Form(NamedTuple):
     ways: Sequence[str] = tuple(WAYS)
 
 
-def numbers_sent(way: str, form: Form, workers: int, after: bool) -> float:
+def numbers_sent(way: str, form: WayForm, workers: int, after: bool) -> float:
     """Return how many numbers go forth, for a row, to or from each other worker.
 
     Args:
@@ -56,7 +56,7 @@ def numbers_sent(way: str, form: Form, workers: int, after: bool) -> float:
     return units - inputs / workers if after else inputs / workers + units
 
 
-def cheapest(chain: Sequence[Form], workers: int) -> tuple[float, list[str]]:
+def cheapest(chain: Sequence[WayForm], workers: int) -> tuple[float, list[str]]:
     """Choose the ways of layers, each of which hands its units to the next alone.
 
     Returns:
@@ -118,10 +118,10 @@ def chosen(
     return found
 
 
-def form_of(layer: keras.layers.Dense) -> Form:
+def form_of(layer: keras.layers.Dense) -> WayForm:
     """Return what the choice for a built layer depends on."""
     inputs, units = layer.kernel.shape
-    return Form(inputs, units, possible(layer))
+    return WayForm(inputs, units, possible(layer))
 
 
 def possible(layer: keras.layers.Dense) -> list[str]:

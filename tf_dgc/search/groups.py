@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from tf_dgc.search import chief
 from tf_dgc.search.oracles import Book, Files
 from tf_dgc.transports import base, handshake
-from tf_dgc.transports.waiting import Waiting
+from tf_dgc.transports.waiting import WaitReport
 
 # Groups that may end during one trial; then the trial has failed.
 RUNS = 3
@@ -156,7 +156,7 @@ class Hall:
         """
         limit = base.default_timeout()
         alone_since, over_since = time.monotonic(), float("inf")
-        waiting = Waiting(0, [""] * self._groups)
+        waiting = WaitReport(0, [""] * self._groups)
         with self._changed:
             while True:
                 if self._failure:
@@ -174,7 +174,7 @@ class Hall:
                 self._say(waiting)
                 self._changed.wait(_LOOK_SECONDS)
 
-    def _say(self, waiting: Waiting) -> None:
+    def _say(self, waiting: WaitReport) -> None:
         """Say who is waited for, and by whom."""
         absent = [g for g in range(self._groups) if not self._came[g]]
         ongoing = self.book.oracle.ongoing_trials
@@ -288,7 +288,7 @@ class Client:
         """
         host, _, port = place.oracle.rpartition(":")
         self._timeout = base.default_timeout()
-        until, waiting = time.monotonic() + self._timeout, Waiting(0, [""])
+        until, waiting = time.monotonic() + self._timeout, WaitReport(0, [""])
         while True:
             with contextlib.suppress(OSError):
                 self._peer = socket.create_connection((host, int(port)), _LEAVE_SECONDS)

@@ -25,7 +25,7 @@ _NAP_SECONDS = 0.003  # in a wait within a step
 _LOOK_SECONDS = 1.0
 
 
-class Workers(Protocol):
+class MeetingWorkers(Protocol):
     """Members of a job, who meet.
 
     Attributes:
@@ -56,7 +56,10 @@ class Meetings:
     """
 
     def __init__(
-        self, make: Callable[..., SharedVariable], workers: Workers, timeout: float
+        self,
+        make: Callable[..., SharedVariable],
+        workers: MeetingWorkers,
+        timeout: float,
     ) -> None:
         """Make the variables.
 

@@ -39,7 +39,7 @@ _NOWHERE = np.iinfo(np.int64).max
 _VALUE_BYTES = 4
 
 
-class Workers(Protocol):
+class Pushers(Protocol):
     """Members of a job, who push.
 
     Attributes:
@@ -53,7 +53,7 @@ class Workers(Protocol):
     liveness: float
 
 
-class Place(NamedTuple):
+class StampPlace(NamedTuple):
     """A piece of a tensor in the arenas of a worker and of its server."""
 
     tensor: int
@@ -69,7 +69,7 @@ class Place(NamedTuple):
         return math.prod(self.shape)
 
 
-class Part(NamedTuple):
+class ServerPart(NamedTuple):
     """Part of the tensors, and of their stamps, that a server has.
 
     Attributes:
@@ -85,7 +85,7 @@ class Part(NamedTuple):
     """
 
     device: str
-    places: tuple[Place, ...]
+    places: tuple[StampPlace, ...]
     size: int
     head: SharedVariable
     busy: SharedVariable
@@ -114,7 +114,7 @@ class Stamped:
         self,
         name: str,
         servers: Servers,
-        workers: Workers,
+        workers: Pushers,
         layout: Layout,
         twins: Sequence[SharedVariable],
         rivals: Sequence["Stamped"] = (),
@@ -137,7 +137,7 @@ class Stamped:
         for each in self.rivals:
             each.always.assign(True)
         self.twins, self._workers, self._size = list(twins), workers, layout.size
-        placed: list[list[Place]] = [[] for _ in servers.devices]
+        placed: list[list[StampPlace]] = [[] for _ in servers.devices]
         sizes = [0] * len(placed)
         self._starts, self._owners, self._shifts = [], [], []
         for tensor, (segment, twin) in enumerate(
@@ -148,7 +148,7 @@ class Stamped:
                 server = servers.devices.index(piece.device)
                 shape = (piece.stop - piece.start, *segment.shape[1:])
                 begin = segment.offset + piece.start * inner
-                place = Place(tensor, at, begin, sizes[server], shape, piece.start)
+                place = StampPlace(tensor, at, begin, sizes[server], shape, piece.start)
                 placed[server].append(place)
                 self._starts.append(begin)
                 self._owners.append(server)
@@ -161,13 +161,18 @@ class Stamped:
         ]
 
     def _part(
-        self, name: str, servers: Servers, j: int, places: Sequence[Place], size: int
-    ) -> Part:
+        self,
+        name: str,
+        servers: Servers,
+        j: int,
+        places: Sequence[StampPlace],
+        size: int,
+    ) -> ServerPart:
         def make(kind: str, dtype: tf.DType, *shape: int) -> SharedVariable:
             return servers.variable(f"{name}.{kind}", dtype, shape, j)
 
         workers, blocks = self._workers.workers, size // BLOCK
-        return Part(
+        return ServerPart(
             servers.devices[j],
             tuple(places),
             size,
@@ -209,7 +214,7 @@ class Stamped:
 
     def _push(
         self,
-        part: Part,
+        part: ServerPart,
         low: tf.Tensor,
         counts: tf.Tensor,
         values: tf.Tensor,
@@ -268,14 +273,14 @@ class Stamped:
         for part in self.parts:
             part.head.read_value().numpy()
 
-    def _first(self, place: Place) -> tf.Tensor:
+    def _first(self, place: StampPlace) -> tf.Tensor:
         return tf.raw_ops.ResourceGather(
             resource=self._handle(place), indices=[0], dtype=tf.float32
         )
 
     # The stages of a push, on the server.
 
-    def enter(self, part: Part) -> tf.Tensor:
+    def enter(self, part: ServerPart) -> tf.Tensor:
         """Begin a push; return its number, shape [], int64."""
         own = tf.constant([[self._workers.index]])
         with tf.device(part.device):
@@ -291,7 +296,7 @@ class Stamped:
             with _after([marked]):
                 return tf.identity(part.head.assign_add(1, read_value=True))
 
-    def stamp(self, part: Part, where: tf.Tensor, number: tf.Tensor) -> list[Any]:
+    def stamp(self, part: ServerPart, where: tf.Tensor, number: tf.Tensor) -> list[Any]:
         """Stamp positions of a server, shape [K], int64; return operations."""
         numbers = tf.fill(tf.shape(where), tf.cast(number, tf.int32))
         block = where // BLOCK
@@ -306,12 +311,14 @@ class Stamped:
             ),
         ]
 
-    def _stamp_whole(self, part: Part, number: tf.Tensor) -> Any:
+    def _stamp_whole(self, part: ServerPart, number: tf.Tensor) -> Any:
         return tf.raw_ops.ResourceScatterNdMax(
             ref=part.whole.handle, indices=[[0]], updates=tf.reshape(number, [1])
         )
 
-    def subtract(self, part: Part, where: tf.Tensor, steps: tf.Tensor) -> list[Any]:
+    def subtract(
+        self, part: ServerPart, where: tf.Tensor, steps: tf.Tensor
+    ) -> list[Any]:
         """Subtract at positions of a server, shape [K]; return operations."""
         return [
             tf.raw_ops.ResourceScatterNdSub(
@@ -322,7 +329,7 @@ class Stamped:
             for place, own in self._slices(part, where)
         ]
 
-    def leave(self, part: Part) -> None:
+    def leave(self, part: ServerPart) -> None:
         """End a push."""
         tf.raw_ops.ResourceScatterNdUpdate(
             ref=part.busy.handle,
@@ -330,11 +337,11 @@ class Stamped:
             updates=tf.constant([_NOWHERE], tf.int64),
         )
 
-    def _handle(self, place: Place) -> Any:
+    def _handle(self, place: StampPlace) -> Any:
         return self.twins[place.tensor].handle_of(place.at)
 
     @staticmethod
-    def _slices(part: Part, where: tf.Tensor) -> list[tuple[Place, slice]]:
+    def _slices(part: ServerPart, where: tf.Tensor) -> list[tuple[StampPlace, slice]]:
         """Return where the positions of each piece are among those of a server."""
         offsets = [place.offset for place in part.places] + [part.size]
         bounds = tf.searchsorted(where, tf.constant(offsets, tf.int64))
@@ -344,7 +351,7 @@ class Stamped:
         ]
 
     @staticmethod
-    def _cut(part: Part, values: tf.Tensor) -> list[tf.Tensor]:
+    def _cut(part: ServerPart, values: tf.Tensor) -> list[tf.Tensor]:
         """Cut what there is of all pieces, without padding."""
         return tf.split(values, [place.size for place in part.places])
 
@@ -373,7 +380,7 @@ class Stamped:
             size += halves.cost(tf.size(found.low), part.size)
         return tf.stack(times), size
 
-    def _changes(self, part: Part, since: tf.Tensor) -> "_Changes":
+    def _changes(self, part: ServerPart, since: tf.Tensor) -> "_Changes":
         with tf.device(part.device):
             since = tf.identity(since)
             own = self.time_of(part, since)
@@ -405,7 +412,7 @@ class Stamped:
                 )
         return _Changes(time, everything, low, counts, values)
 
-    def time_of(self, part: Part, after: tf.Tensor) -> tf.Tensor:
+    def time_of(self, part: ServerPart, after: tf.Tensor) -> tf.Tensor:
         """Return up to which push all is done: shape [], int64, on the server.
 
         Args:
@@ -420,7 +427,7 @@ class Stamped:
             busy = tf.where(counts, part.busy.read_value(), _NOWHERE)
             return tf.minimum(head, tf.reduce_min(busy))
 
-    def _all_of(self, part: Part) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _all_of(self, part: ServerPart) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         with tf.device(part.device):
             read = [
                 tf.raw_ops.ReadVariableOp(resource=self._handle(p), dtype=tf.float32)
@@ -431,7 +438,7 @@ class Stamped:
             return tf.zeros([0], tf.uint16), counts, values
 
     def _some_of(
-        self, part: Part, where: tf.Tensor
+        self, part: ServerPart, where: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         with tf.device(part.device):
             read = [
@@ -444,7 +451,9 @@ class Stamped:
             ]
             return *halves.split(where, part.size), tf.concat(read, 0)
 
-    def _take(self, part: Part, mirrors: Sequence[Any], found: "_Changes") -> None:
+    def _take(
+        self, part: ServerPart, mirrors: Sequence[Any], found: "_Changes"
+    ) -> None:
         low, counts, values = (tf.identity(each) for each in found[2:])
 
         def everything() -> None:
@@ -494,7 +503,7 @@ def _indices(flat: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     return tf.stack(found[::-1], 1)
 
 
-def _replace_rows(mirror: Any, place: Place, values: tf.Tensor) -> None:
+def _replace_rows(mirror: Any, place: StampPlace, values: tf.Tensor) -> None:
     rows = tf.reshape(values, place.shape)
     if place.shape[0] == mirror.shape[0]:
         _host.shared.bypassed(mirror, "assign")(rows)

@@ -179,7 +179,7 @@ def seeds(model: keras.Model) -> dict[str, Any]:
     return {str(i): variable for i, variable in enumerate(found)}
 
 
-class Writer:
+class BackupWriter:
     """Writes the copies of one worker, one after another, in a thread."""
 
     def __init__(self, folder: pathlib.Path, rank: int, keep: int) -> None:

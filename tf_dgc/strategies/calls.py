@@ -16,7 +16,7 @@ import numpy as np
 
 from tf_dgc import _host, bands
 from tf_dgc._host.shared import Table
-from tf_dgc.strategies.owners import Owner
+from tf_dgc.strategies.owners import FileOwner
 from tf_dgc.transports import Transport, handshake
 
 
@@ -51,7 +51,9 @@ def place_of(number: int, folder: pathlib.Path) -> pathlib.Path:
     return folder if number == 1 else folder / f"fit-{number:03d}"
 
 
-def choose(owner: Owner, rank: int, transport: Transport, model: keras.Model) -> int:
+def choose(
+    owner: FileOwner, rank: int, transport: Transport, model: keras.Model
+) -> int:
     """Return which call of `fit` this one is, and note it; the chief decides.
 
     Args:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import provenance, split, witness
 from tf_dgc.strategies.elements import Layout, batch_size_of
-from tf_dgc.strategies.split import Marked
+from tf_dgc.strategies.split import MarkedRows
 
 _logger = logging.getLogger("tf_dgc")
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -47,7 +47,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     return _read_ahead(_alike(dataset, rank, size).rows(), dataset)
 
 
-def marked_share_of(dataset: tf.data.Dataset, rank: int, size: int) -> Marked:
+def marked_share_of(dataset: tf.data.Dataset, rank: int, size: int) -> MarkedRows:
     """Return `share_of` a dataset that is not a worker's own, with marks of batches.
 
     Args:
@@ -67,7 +67,7 @@ def _layout(dataset: tf.data.Dataset, rank: int, size: int) -> Layout:
     return layout
 
 
-def _alike(dataset: tf.data.Dataset, rank: int, size: int) -> Marked:
+def _alike(dataset: tf.data.Dataset, rank: int, size: int) -> MarkedRows:
     """Take a worker's rows of batches that all read alike, so in one order."""
     if dataset.options().deterministic is False:
         in_order = tf.data.Options()
@@ -114,7 +114,7 @@ def _policy_of(dataset: tf.data.Dataset) -> Any:
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def own_rows(dataset: tf.data.Dataset, layout: Layout, rank: int) -> Marked:
+def own_rows(dataset: tf.data.Dataset, layout: Layout, rank: int) -> MarkedRows:
     """Take rows of whole batches, which all workers make."""
     spec, memory = dataset.element_spec, layout.memory()
     known, targets = _known(dataset)
@@ -126,7 +126,7 @@ def own_rows(dataset: tf.data.Dataset, layout: Layout, rank: int) -> Marked:
         return layout.rows_of(element, rank, memory), mark
 
     names = witness.names_of(spec)
-    return Marked(dataset.map(taken), [names[i] for i in known])
+    return MarkedRows(dataset.map(taken), [names[i] for i in known])
 
 
 def _known(dataset: tf.data.Dataset) -> tuple[list[int], int]:

@@ -37,7 +37,7 @@ _FILES = (".keras", ".h5", ".hdf5")  # that models are saved to, each a single o
 _silent = contextvars.ContextVar("tf_dgc_silent", default=False)
 
 
-class _Process:
+class _FilesProcess:
     """State of this process, as a worker among several, or alone."""
 
     several = False
@@ -50,7 +50,7 @@ def set_worker(rank: int, workers: int) -> None:
     Nothing changes for models of other strategies, but that several workers can save
     them to one path.
     """
-    _Process.several, _Process.chief = workers > 1, rank == 0
+    _FilesProcess.several, _FilesProcess.chief = workers > 1, rank == 0
     shared_paths.set_worker(rank, workers)
 
 
@@ -158,7 +158,7 @@ class AtTheEnd:
     others: Sequence[Any] = ()
 
 
-class _Plan:
+class _WaitingPlan:
     """Places where the workers of a `fit` wait: behind each writer, or after all.
 
     Workers may have other callbacks, such as those that a script gives to the chief
@@ -188,7 +188,7 @@ def _restores(writer: Any) -> bool:
 class _Begin(keras.callbacks.Callback):
     """The first of a list."""
 
-    def __init__(self, strategy: Any, plan: _Plan) -> None:
+    def __init__(self, strategy: Any, plan: _WaitingPlan) -> None:
         super().__init__()
         self._strategy, self._plan = strategy, plan
 
@@ -199,7 +199,7 @@ class _Begin(keras.callbacks.Callback):
 class _Meeting(keras.callbacks.Callback):
     """Stands behind a writer, or at the end of a list: nobody goes on before others."""
 
-    def __init__(self, strategy: Any, plan: _Plan, writer: Any = None) -> None:
+    def __init__(self, strategy: Any, plan: _WaitingPlan, writer: Any = None) -> None:
         super().__init__()
         self._strategy, self._plan = strategy, plan
         self._at_the_end = writer is None
@@ -246,7 +246,7 @@ def _join(callbacks: Any, strategy: Any, model: Any) -> None:
         isinstance(each, _Begin) for each in given
     ):
         writers = list(filter(None, map(_writer_in, others)))
-        plan = _Plan(writers)
+        plan = _WaitingPlan(writers)
         found: list[Any] = [_Begin(strategy, plan)]
         for each in others:
             found.append(each)
@@ -290,12 +290,12 @@ def save(
     bands.refuse_to_save(model.variables, f"The model {model.name!r}")
     if _silent.get():
         return
-    target = _plain_file(filepath, overwrite) if _Process.several else None
+    target = _plain_file(filepath, overwrite) if _FilesProcess.several else None
     if target is None or args or any(v is not None for v in kwargs.values()):
         original(model, filepath, overwrite, *args, **kwargs)
         return
     strategy = strategy_of(model)
-    chief = strategy.is_chief if strategy else _Process.chief
+    chief = strategy.is_chief if strategy else _FilesProcess.chief
     shared_paths.note_saving(target)
     with _replaced(target, chief) as temporary, on_one_worker():
         original(model, temporary, overwrite, **kwargs)

@@ -45,7 +45,7 @@ class Reader:
     def __init__(self, strategy: BaseStrategy, model: keras.Model) -> None:
         """Have a model's step traced anew, with marks in it."""
         if strategy not in _MARKS:
-            _MARKS[strategy] = Marks(strategy)
+            _MARKS[strategy] = StepMarks(strategy)
         self._strategy, self._model, self._spans = strategy, model, list[Span]()
         _MARKS[strategy].readers.add(self)
         model.make_train_function(force=True)
@@ -68,7 +68,7 @@ class Reader:
             self._model.make_train_function(force=True)
 
 
-class Marks:
+class StepMarks:
     """The marks of one worker, from the first reader to the last.
 
     Attributes:
@@ -165,7 +165,7 @@ class Marks:
         return sorted(found, key=lambda span: span.begin)
 
 
-_MARKS: weakref.WeakKeyDictionary[BaseStrategy, Marks] = weakref.WeakKeyDictionary()
+_MARKS: weakref.WeakKeyDictionary[BaseStrategy, StepMarks] = weakref.WeakKeyDictionary()
 
 
 def clock_difference(transport: Transport) -> float:

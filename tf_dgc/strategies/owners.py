@@ -33,7 +33,7 @@ _MAX_BYTES = 4096  # of the file
 _FILE = re.compile(r"rank-(\d{5})\.owner")
 
 
-class Owner:
+class FileOwner:
     """This process, as one of the workers that a folder of backups belongs to.
 
     Attributes:
@@ -167,20 +167,20 @@ class Owner:
         return len(others) == self._record["workers"] - 1 and all(others)
 
 
-_owners: dict[tuple[str, int], Owner] = {}
+_owners: dict[tuple[str, int], FileOwner] = {}
 
 
-def of(folder: pathlib.Path, rank: int) -> Owner:
+def of(folder: pathlib.Path, rank: int) -> FileOwner:
     """Return the owner that this process is of a folder, as one of the workers."""
     _watch_the_end()
     key = os.path.realpath(folder), rank
     owner = _owners.get(key)
     if owner is None or owner._process != os.getpid():
-        owner = _owners[key] = Owner(pathlib.Path(key[0]), rank)
+        owner = _owners[key] = FileOwner(pathlib.Path(key[0]), rank)
     return owner
 
 
-def claim(owner: Owner, transport: Transport, workers: int, deletes: bool) -> None:
+def claim(owner: FileOwner, transport: Transport, workers: int, deletes: bool) -> None:
     """Become the owner of a folder, together with all other workers.
 
     Args:
@@ -226,7 +226,7 @@ def claim(owner: Owner, transport: Transport, workers: int, deletes: bool) -> No
     )
 
 
-def _writable(owner: Owner, act: Callable[[], Any]) -> Any:
+def _writable(owner: FileOwner, act: Callable[[], Any]) -> Any:
     try:
         return act()
     except OSError as error:
@@ -238,7 +238,7 @@ def _writable(owner: Owner, act: Callable[[], Any]) -> Any:
         ) from None
 
 
-def _state(owner: Owner, meets: bool) -> str:
+def _state(owner: FileOwner, meets: bool) -> str:
     """Tell how the job before ended, as far as this worker can see."""
     if owner._record:  # a `fit` before, of this process
         return "cut short"

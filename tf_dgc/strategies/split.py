@@ -60,7 +60,7 @@ class _Plan(NamedTuple):
     above: list[tf.data.Dataset]
 
 
-class Marked(NamedTuple):
+class MarkedRows(NamedTuple):
     """A worker's rows of batches, and of which parts the marks are.
 
     Attributes:
@@ -80,7 +80,7 @@ def _without_mark(rows: Any, mark: tf.Tensor) -> Any:
     return rows
 
 
-def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> Marked | None:
+def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> MarkedRows | None:
     """Return a worker's rows of global batches, without making those of others.
 
     Args:
@@ -129,7 +129,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> Marked | None:
         own = own.apply(tf.data.experimental.assert_cardinality(count))
     names = witness.names_of(plan.source.element_spec)
     told = [f"{names[i]} before `Dataset.map`" for i in evidence]
-    return Marked(own.with_options(dataset.options()), told)
+    return MarkedRows(own.with_options(dataset.options()), told)
 
 
 def work_for_others(dataset: tf.data.Dataset) -> list[str]:

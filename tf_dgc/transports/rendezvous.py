@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any, Final
 
-from tf_dgc.transports.waiting import Waiting
+from tf_dgc.transports.waiting import WaitReport
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(
@@ -130,7 +130,7 @@ def wait_for_peers(addresses: Sequence[str], rank: int, timeout: float) -> None:
         OSError: this worker's port is taken.
     """
     deadline = time.monotonic() + timeout
-    waiting = Waiting(rank, addresses)
+    waiting = WaitReport(rank, addresses)
     missing = {i: check_address(a) for i, a in enumerate(addresses) if i != rank}
     with _listen(check_address(addresses[rank])[1], addresses[rank], len(addresses)):
         while missing:
@@ -207,7 +207,7 @@ def exchange_addresses(
         reserved.bind(("", 0))
         own = f"{_own_host(host, int(port))}:{reserved.getsockname()[1]}"
         _put(f"{scope}/{rank}", f"!{obstacle}" if obstacle else own)
-        deadline, waiting = time.monotonic() + timeout, Waiting(rank, [""] * size)
+        deadline, waiting = time.monotonic() + timeout, WaitReport(rank, [""] * size)
         found = [_get(scope, peer, deadline, waiting) for peer in range(size)]
         waiting.over()
     obstacles = [
@@ -238,7 +238,7 @@ def _put(url: str, text: str) -> None:
         pass
 
 
-def _get(scope: str, peer: int, deadline: float, waiting: Waiting) -> str:
+def _get(scope: str, peer: int, deadline: float, waiting: WaitReport) -> str:
     while True:
         try:
             with _opener.open(f"{scope}/{peer}", timeout=_REQUEST_SECONDS) as response:

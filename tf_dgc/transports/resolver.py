@@ -64,7 +64,7 @@ def _launched() -> str:
     return "collective" if len(_place(bool(horovod)).addresses) > 1 else "local"
 
 
-def _place(alone: bool = False) -> schedulers.Place:
+def _place(alone: bool = False) -> schedulers.ProcessPlace:
     """Return which of which workers this process is, by TF_CONFIG or a scheduler.
 
     Args:
@@ -76,7 +76,7 @@ def _place(alone: bool = False) -> schedulers.Place:
         _logger.warning("TF_CONFIG: an evaluator is no worker, and trains alone")
     elif not addresses and not alone and (found := schedulers.find()):
         return found
-    return schedulers.Place("TF_CONFIG", addresses, rank)
+    return schedulers.ProcessPlace("TF_CONFIG", addresses, rank)
 
 
 def cluster_resolver(

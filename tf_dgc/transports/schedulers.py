@@ -52,7 +52,7 @@ _HOSTS = re.compile(r"([^,:\s]+)(?::([0-9]{1,5}))?(?:,|$)")
 _MOST = 100_000  # nodes or workers
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Place of a process, as it was told.
 
     Attributes:
@@ -66,7 +66,7 @@ class Place(NamedTuple):
     rank: int
 
 
-def find() -> Place | None:
+def find() -> ProcessPlace | None:
     """Return what this process's environment tells of others, None if nothing.
 
     Raises:
@@ -116,7 +116,7 @@ def _number_or_none(name: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def _slurm() -> Place:
+def _slurm() -> ProcessPlace:
     own = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
     _require("srun", *own, "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
     rank, node, local = (_number(name) for name in own)
@@ -134,10 +134,12 @@ def _slurm() -> Place:
             f"SLURM_PROCID={rank} is SLURM_LOCALID={local} of SLURM_NODEID={node}"
         )
     job, step = _number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0)
-    return Place("srun", _addresses(nodes, tasks, 31 * job + step), rank)
+    return ProcessPlace("srun", _addresses(nodes, tasks, 31 * job + step), rank)
 
 
-def _mpi(size_name: str, rank_name: str, count_name: str, local_name: str) -> Place:
+def _mpi(
+    size_name: str, rank_name: str, count_name: str, local_name: str
+) -> ProcessPlace:
     _require(f"mpirun ({size_name})", rank_name)
     size, rank = _number(size_name), _number(rank_name)
     if HOSTS in os.environ:
@@ -156,10 +158,10 @@ def _mpi(size_name: str, rank_name: str, count_name: str, local_name: str) -> Pl
             f"{HOSTS} must have as many workers as mpirun started. "
             f"Received: {size_name}={size}, {HOSTS} of {sum(tasks)}, rank {rank}"
         )
-    return Place("mpirun", _addresses(nodes, tasks, 0), rank)
+    return ProcessPlace("mpirun", _addresses(nodes, tasks, 0), rank)
 
 
-def _kubernetes() -> Place | None:
+def _kubernetes() -> ProcessPlace | None:
     if os.environ.get(WORKERS) == "1":
         return None
     _require("An Indexed Job of Kubernetes", WORKERS, SERVICE, "HOSTNAME")
@@ -172,7 +174,7 @@ def _kubernetes() -> Place | None:
             f"{WORKERS}={size}"
         )
     hosts = [f"{name}-{i}.{os.environ[SERVICE]}" for i in range(size)]
-    return Place("Kubernetes", _addresses(hosts, [1] * size, 0), rank)
+    return ProcessPlace("Kubernetes", _addresses(hosts, [1] * size, 0), rank)
 
 
 def _addresses(hosts: Sequence[str], counts: Sequence[int], job: int) -> list[str]:

@@ -10,7 +10,7 @@ _FIRST_SECONDS = 5.0  # nothing is said of shorter waits
 _LIVE_SECONDS = 1.0  # between two states of the line, on a terminal
 
 
-class Waiting:
+class WaitReport:
     """A line on stderr that says who is missing; on a terminal it is kept up to date.
 
     Elsewhere it says so after 5 seconds, 10, 20, 40 and so on. Of several workers that
@@ -65,7 +65,7 @@ class Waiting:
 @contextlib.contextmanager
 def telling(text: str) -> Iterator[None]:
     """Say on stderr what this process is at, where that takes long."""
-    waiting, over = Waiting(0, ()), threading.Event()
+    waiting, over = WaitReport(0, ()), threading.Event()
 
     def watch() -> None:
         while not over.wait(_LIVE_SECONDS):

@@ -21,7 +21,13 @@ from tf_dgc.callbacks import BackupState
 from tf_dgc.optimizers import is_plain_sgd
 from tf_dgc.values import without_repetition
 from tf_dgc.verify import quiet
-from tf_dgc.verify.records import Run, Sample, Step, sample_of, save
+from tf_dgc.verify.records import (
+    RecordedRun,
+    RecordedSample,
+    RecordedStep,
+    sample_of,
+    save,
+)
 
 _SHOWN = 4  # numbers of each component
 # Callbacks that write files which the script may still need.
@@ -53,11 +59,11 @@ class Recorder(keras.callbacks.Callback):
         self._path, self._count = path, steps
         lists = ("clips", "draws", "left_out", "rows")
         self._notes: dict[str, Any] = {name: [] for name in lists}
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         self._rows: dict[str, list[str]] = {}
         self._shown: dict[str, list[float]] = {}
-        self._gradients: dict[str, Sample] = {}
-        self._initial: dict[str, Sample] | None = None
+        self._gradients: dict[str, RecordedSample] = {}
+        self._initial: dict[str, RecordedSample] | None = None
 
     def install(self) -> None:
         """Let the next `fit` of this process be recorded, and end the script."""
@@ -181,7 +187,7 @@ class Recorder(keras.callbacks.Callback):
         """
         merged = _host.keras.epoch_logs(self.model, dict(logs or {}))
         numbers = {k: float(np.mean(v)) for k, v in merged.items()}
-        step = Step(
+        step = RecordedStep(
             self._rows, self._shown, self._gradients, _weights_of(self.model), numbers
         )
         self._steps.append(step)
@@ -200,7 +206,7 @@ class Recorder(keras.callbacks.Callback):
     def _end(self) -> None:
         model = self.model
         self._notes["trainable"] = list(_weights_of(model, trainable=True))
-        save(self._path, Run(self._notes, self._initial or {}, self._steps))
+        save(self._path, RecordedRun(self._notes, self._initial or {}, self._steps))
         raise Enough("all steps are recorded")
 
 
@@ -255,7 +261,9 @@ def _first_numbers(array: np.ndarray) -> list[float]:
     return np.ravel(array)[:_SHOWN].astype(float).tolist() if numeric else []
 
 
-def _weights_of(model: keras.Model, trainable: bool = False) -> dict[str, Sample]:
+def _weights_of(
+    model: keras.Model, trainable: bool = False
+) -> dict[str, RecordedSample]:
     variables = model.trainable_variables if trainable else model.variables
     kept = [v for v in variables if v.dtype not in ("string", "resource")]
     names = _unique([_name_of(v) for v in kept])

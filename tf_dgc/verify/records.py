@@ -14,7 +14,7 @@ import numpy as np
 MOST_ELEMENTS = 200_000
 
 
-class Sample(NamedTuple):
+class RecordedSample(NamedTuple):
     """Elements of one tensor.
 
     Attributes:
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     shape: tuple[int, ...]
 
 
-def sample_of(tensor: Any) -> Sample:
+def sample_of(tensor: Any) -> RecordedSample:
     """Return the sample of an array of numbers of any shape."""
     array = np.asarray(tensor)
     flat = array.ravel()
@@ -36,10 +36,10 @@ def sample_of(tensor: Any) -> Sample:
         flat = flat[np.linspace(0, flat.size - 1, MOST_ELEMENTS).astype(np.int64)]
     elements = flat.astype(np.float64)
     norm = float(np.linalg.norm(array.astype(np.float64).ravel()))
-    return Sample(elements, norm, array.shape)
+    return RecordedSample(elements, norm, array.shape)
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """One step of training.
 
     Attributes:
@@ -52,12 +52,12 @@ class Step(NamedTuple):
 
     rows: Mapping[str, list[str]]
     shown: Mapping[str, list[float]]
-    gradients: Mapping[str, Sample]
-    weights: Mapping[str, Sample]
+    gradients: Mapping[str, RecordedSample]
+    weights: Mapping[str, RecordedSample]
     logs: Mapping[str, float]
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
     """Record of one worker's run.
 
     Attributes:
@@ -71,15 +71,15 @@ class Run(NamedTuple):
     """
 
     notes: Mapping[str, Any]
-    initial: Mapping[str, Sample]
-    steps: Sequence[Step]
+    initial: Mapping[str, RecordedSample]
+    steps: Sequence[RecordedStep]
 
 
-def save(path: pathlib.Path, run: Run) -> None:
+def save(path: pathlib.Path, run: RecordedRun) -> None:
     """Write a run to two files, `path` with .json and with .npz."""
     arrays: dict[str, np.ndarray] = {}
 
-    def plain(samples: Mapping[str, Sample]) -> list[Any]:
+    def plain(samples: Mapping[str, RecordedSample]) -> list[Any]:
         entries = []
         for name, sample in samples.items():
             key = f"a{len(arrays)}"
@@ -106,7 +106,7 @@ def save(path: pathlib.Path, run: Run) -> None:
     path.with_suffix(".json").write_text(json.dumps(document))
 
 
-def load(path: pathlib.Path) -> Run:
+def load(path: pathlib.Path) -> RecordedRun:
     """Invert `save`.
 
     Raises:
@@ -115,14 +115,14 @@ def load(path: pathlib.Path) -> Run:
     document = json.loads(path.with_suffix(".json").read_text())
     with np.load(path.with_suffix(".npz")) as arrays:
 
-        def samples(entries: list[Any]) -> dict[str, Sample]:
+        def samples(entries: list[Any]) -> dict[str, RecordedSample]:
             return {
-                name: Sample(arrays[key], norm, tuple(shape))
+                name: RecordedSample(arrays[key], norm, tuple(shape))
                 for name, key, norm, shape in entries
             }
 
         steps = [
-            Step(
+            RecordedStep(
                 rows=step["rows"],
                 shown=step["shown"],
                 gradients=samples(step["gradients"]),
@@ -131,4 +131,4 @@ def load(path: pathlib.Path) -> Run:
             )
             for step in document["steps"]
         ]
-        return Run(document["notes"], samples(document["initial"]), steps)
+        return RecordedRun(document["notes"], samples(document["initial"]), steps)

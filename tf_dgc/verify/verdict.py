@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_dgc.verify.records import Run, Sample, Step
+from tf_dgc.verify.records import RecordedRun, RecordedSample, RecordedStep
 
 # Sums of float32 in another order differ by less, in relation to the norm.
 _ROUNDING = 1e-3
@@ -49,7 +49,7 @@ _TITLES = {
 }
 
 
-def compare(alone: Run, workers: Sequence[Run]) -> Difference | None:
+def compare(alone: RecordedRun, workers: Sequence[RecordedRun]) -> Difference | None:
     """Return the first difference, None where all is equal to rounding.
 
     Args:
@@ -72,7 +72,9 @@ def compare(alone: Run, workers: Sequence[Run]) -> Difference | None:
     return found
 
 
-def _of_initial(alone: Run, workers: Sequence[Run]) -> Difference | None:
+def _of_initial(
+    alone: RecordedRun, workers: Sequence[RecordedRun]
+) -> Difference | None:
     cause = (
         "weights are set from numbers without a seed, or from a file that differs. "
         "Seed them, or let the strategy be made before they are drawn"
@@ -81,7 +83,7 @@ def _of_initial(alone: Run, workers: Sequence[Run]) -> Difference | None:
 
 
 def _of_step(
-    run: Run, alone: Step, workers: Sequence[Step], number: int
+    run: RecordedRun, alone: RecordedStep, workers: Sequence[RecordedStep], number: int
 ) -> Difference | None:
     """Return the first difference of a step."""
     found = _of_rows(alone, workers, number)
@@ -95,7 +97,9 @@ def _of_step(
 # Rows.
 
 
-def _of_rows(alone: Step, workers: Sequence[Step], number: int) -> Difference | None:
+def _of_rows(
+    alone: RecordedStep, workers: Sequence[RecordedStep], number: int
+) -> Difference | None:
     for name in alone.rows:
         parts = [worker.rows.get(name, []) for worker in workers]
         whole = alone.rows[name]
@@ -110,8 +114,8 @@ def _of_rows(alone: Step, workers: Sequence[Step], number: int) -> Difference | 
 
 def _rows_differ(
     name: str,
-    alone: Step,
-    workers: Sequence[Step],
+    alone: RecordedStep,
+    workers: Sequence[RecordedStep],
     gathered: Sequence[str],
     number: int,
 ) -> Difference:
@@ -147,7 +151,7 @@ def _rows_differ(
 
 
 def _of_gradients(
-    run: Run, alone: Step, workers: Sequence[Step], number: int
+    run: RecordedRun, alone: RecordedStep, workers: Sequence[RecordedStep], number: int
 ) -> Difference | None:
     parts = [worker.gradients for worker in workers]
     found = _of_samples("gradients", number, alone.gradients, parts, "")
@@ -158,9 +162,9 @@ def _of_gradients(
 
 
 def _cause_of_gradients(
-    run: Run,
-    alone: Mapping[str, Sample],
-    together: Mapping[str, Sample],
+    run: RecordedRun,
+    alone: Mapping[str, RecordedSample],
+    together: Mapping[str, RecordedSample],
     count: int,
 ) -> str:
     """Return the likely cause of gradients that differ."""
@@ -203,7 +207,7 @@ def _cause_of_gradients(
     )
 
 
-def _factor(alone: Sample, together: Sample) -> float | None:
+def _factor(alone: RecordedSample, together: RecordedSample) -> float | None:
     """Return f where `together` is f times `alone`, None where it is not."""
     a, b = alone.elements, together.elements
     square = float(a @ a)
@@ -218,12 +222,12 @@ def _factor(alone: Sample, together: Sample) -> float | None:
 
 
 def _of_weights(
-    run: Run, alone: Step, workers: Sequence[Step], number: int
+    run: RecordedRun, alone: RecordedStep, workers: Sequence[RecordedStep], number: int
 ) -> Difference | None:
     trained = set(run.notes.get("trainable", ()))
     parts = [worker.weights for worker in workers]
 
-    def of(names: bool) -> list[dict[str, Sample]]:
+    def of(names: bool) -> list[dict[str, RecordedSample]]:
         return [
             {k: v for k, v in each.items() if (k in trained) == names}
             for each in (alone.weights, *parts)
@@ -244,9 +248,11 @@ def _of_weights(
     return _of_samples("variables", number, first, others, cause)
 
 
-def _of_logs(alone: Step, workers: Sequence[Step], number: int) -> Difference | None:
-    def samples(logs: Mapping[str, float]) -> dict[str, Sample]:
-        return {k: Sample(np.array([v]), abs(v), ()) for k, v in logs.items()}
+def _of_logs(
+    alone: RecordedStep, workers: Sequence[RecordedStep], number: int
+) -> Difference | None:
+    def samples(logs: Mapping[str, float]) -> dict[str, RecordedSample]:
+        return {k: RecordedSample(np.array([v]), abs(v), ()) for k, v in logs.items()}
 
     others = [samples(worker.logs) for worker in workers]
     found = _of_samples("logs", number, samples(alone.logs), others, "")
@@ -274,8 +280,8 @@ def _of_logs(alone: Step, workers: Sequence[Step], number: int) -> Difference | 
 def _of_samples(
     what: str,
     number: int,
-    alone: Mapping[str, Sample],
-    workers: Sequence[Mapping[str, Sample]],
+    alone: Mapping[str, RecordedSample],
+    workers: Sequence[Mapping[str, RecordedSample]],
     cause: str,
 ) -> Difference | None:
     """Return the first tensor in which any worker differs from one that is alone."""
@@ -298,8 +304,8 @@ def _of_samples(
 
 
 def _under_names_of(
-    alone: Mapping[str, Sample], worker: Mapping[str, Sample]
-) -> Mapping[str, Sample]:
+    alone: Mapping[str, RecordedSample], worker: Mapping[str, RecordedSample]
+) -> Mapping[str, RecordedSample]:
     """Return a worker's tensors by the names of one that is alone.
 
     Models may be named anew in each process: then the order tells which is which.
@@ -310,7 +316,9 @@ def _under_names_of(
     return dict(zip(alone, worker.values(), strict=True))
 
 
-def _equal(alone: Sample, together: Sample, number: int, scale: float) -> bool:
+def _equal(
+    alone: RecordedSample, together: RecordedSample, number: int, scale: float
+) -> bool:
     """Tell whether two tensors are equal to rounding, after so many steps."""
     if alone.shape != together.shape:
         return False
@@ -325,14 +333,14 @@ def _equal(alone: Sample, together: Sample, number: int, scale: float) -> bool:
     return float(np.linalg.norm(a[both] - b[both])) <= allowed
 
 
-def _widest(alone: Sample, together: Sample) -> int:
+def _widest(alone: RecordedSample, together: RecordedSample) -> int:
     if alone.elements.shape != together.elements.shape or not alone.elements.size:
         return 0
     with np.errstate(invalid="ignore"):
         return int(np.argmax(np.abs(alone.elements - together.elements)))
 
 
-def _value(sample: Sample, at: int) -> str:
+def _value(sample: RecordedSample, at: int) -> str:
     if not sample.elements.size:
         return f"shape {list(sample.shape)}"
     return f"{sample.elements[min(at, sample.elements.size - 1)]:.6g}"
@@ -345,7 +353,9 @@ def _numbers(values: Sequence[float]) -> str:
 # Words.
 
 
-def text(alone: Run, workers: Sequence[Run], found: Difference | None) -> str:
+def text(
+    alone: RecordedRun, workers: Sequence[RecordedRun], found: Difference | None
+) -> str:
     """Return the verdict for people."""
     count, steps = len(workers), len(alone.steps)
     lines = [f"{steps} step(s) of the first `fit`, on 1 worker and on {count}"]
@@ -372,7 +382,7 @@ def text(alone: Run, workers: Sequence[Run], found: Difference | None) -> str:
     return "\n".join(lines)
 
 
-def _remarks(run: Run) -> list[str]:
+def _remarks(run: RecordedRun) -> list[str]:
     remarks = []
     if run.notes.get("batch_norms"):
         remarks.append(
