@@ -39,9 +39,11 @@ NVIDIA_TF32_OVERRIDE=0 python -m pytest -q -n 2 --dist loadscope -m "not slow" \
   tests/laws/test_transports.py tests/jobs/test_features.py
 echo "Placement of a step that ran"
 python scripts/gpu_placed.py 2>"$out/placed.log" | tee "$out/placed.txt"
-echo "Figures"
-python scripts/bench_step.py --no-fit --json "$out/step.json" 2>"$out/step.log"
-python - "$out/step.json" <<'EOF'
+for way in auto off; do # compiled as a whole; by single operations
+  export TF_DGC_XLA=$way
+  echo "Figures, TF_DGC_XLA=$way"
+  python scripts/bench_step.py --no-fit --json "$out/step_$way.json" 2>"$out/step_$way.log"
+  python - "$out/step_$way.json" <<'EOF'
 import json, sys
 
 import tensorflow as tf
@@ -49,11 +51,15 @@ import tensorflow as tf
 found = json.load(open(sys.argv[1]))
 gpu = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
 # The bare update reads u, v and g, and writes u and v: 20 bytes an element.
-bandwidth = 20 * found["bare_elements"] / found["bare_seconds"]
-print(f"\n| {gpu.get('device_name', 'GPU')} | seconds | bytes / (elements * 4) |\n|---|---|---|")
+bare = found["bare_seconds"]
+bandwidth = 20 * found["bare_elements"] / bare
+print(f"\n| {gpu.get('device_name', 'GPU')} | seconds | bare updates | bytes / (elements * 4) |")
+print("|---|---|---|---|")
 for name in ("bare", "step", "many_tensors", "apply", "apply_many_tensors"):
     seconds = found[f"{name}_seconds"]
     passes = seconds * bandwidth / (4 * found["elements"])
-    print(f"| {name} | {seconds:.3g} | {passes:.2f} |")
+    print(f"| {name} | {seconds:.3g} | {seconds / bare:.2f} | {passes:.2f} |")
 print(f"\n{bandwidth / 1e9:.0f} GB/s in the bare update")
 EOF
+  python scripts/gpu_fit.py 2>"$out/fit_$way.log" | tee "$out/fit_$way.txt"
+done

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 # Name of the operations by which something is refused; `_host.tracebacks` knows it.
 REFUSAL = "tf_dgc_refuses"
+# And of those that choose something which an ordinary step does not.
+SELDOM = "tf_dgc_seldom"
 _SMALL = 2**14  # elements
 
 
@@ -124,7 +126,7 @@ def require(
             with tf.control_dependencies([raised]):
                 return tf.identity(ok)
 
-    return tf.cond(ok, lambda: tf.constant(True), refuse)
+    return tf.cond(ok, lambda: tf.constant(True), refuse, name=SELDOM)
 
 
 def one_of(branches: Sequence[Callable[[], Any]], number: tf.Tensor | None) -> Any:
@@ -165,7 +167,7 @@ def first_nonfinite(
     # One pass of reading; only what overflows is looked at more closely.
     few = [*_parts(gradients if together is None else together), *others]
     finite = tf.math.is_finite(half_square(few))
-    return tf.cond(finite, lambda: tf.zeros([], tf.int32), search)
+    return tf.cond(finite, lambda: tf.zeros([], tf.int32), search, name=SELDOM)
 
 
 def half_square(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

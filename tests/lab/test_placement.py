@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import subprocess
 import sys
 from unittest import mock
@@ -11,8 +12,8 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_dgc.exchanges import inplace
-from tf_dgc.lab import placement
+from tf_dgc.exchanges import fused, inplace
+from tf_dgc.lab import kernels, placement
 from tf_dgc.lab.kernels import Place, audit
 
 # Between them all that is traced differently; the others are nightly.
@@ -33,6 +34,14 @@ def audited(
     return audit(tf.function(function).get_concrete_function(*specs), 10)
 
 
+def waits(found: kernels.Audit) -> dict[str, int]:
+    """Return what the host waits for, by operation."""
+    counts: dict[str, int] = {}
+    for place, count in found.waiting.items():
+        counts[place.operation] = counts.get(place.operation, 0) + count
+    return counts
+
+
 class StepCase(parameterized.TestCase, tf.test.TestCase):
     def assert_stays(self, name: str) -> None:
         step = placement.STEPS[name]
@@ -46,22 +55,32 @@ class StepTest(StepCase):
     def test_stays_on_the_gpu(self) -> None:
         self.assert_stays(FAST)
 
-    def test_what_the_host_waits_for_is_known(self) -> None:
-        def waits(name: str) -> dict[str, int]:
-            counts: dict[str, int] = {}
-            function = placement.trace(placement.STEPS[name])
-            for place, count in audit(function, placement.LARGE).waiting.items():
-                counts[place.operation] = counts.get(place.operation, 0) + count
-            return counts
+    def test_by_single_operations_it_does_too(self) -> None:
+        with fused.forced(False):
+            self.assert_stays(FAST)
 
-        # What workers tell one another, the vector of the reduction; and, in the first
-        # step and every so many, whether they are alike.
-        self.assertEqual(waits("dense"), {"Reshape": 1, "If": 2})
-        # docs/evidence/performance.md says where a step of DGC waits; the sums are of
-        # figures of messages. Three of the lists are made only where too many elements
-        # pass.
-        dgc = {"AddV2": 2, "If": 3, "Reshape": 1, "StatelessIf": 2, "Where": 7}
-        self.assertEqual(waits(FAST), {**dgc, "While": 1})
+    def test_what_the_host_waits_for_is_known(self) -> None:
+        def looked_at(name: str) -> kernels.Audit:
+            return audit(placement.trace(placement.STEPS[name]), placement.LARGE)
+
+        # What workers tell one another: the vector of the reduction.
+        dense, plain = looked_at("dense"), looked_at("plain")
+        self.assertEqual(waits(plain), {})
+        self.assertEqual(waits(dense), {"Reshape": 1})
+        # And whether messages are sound, with the number of elements.
+        whole = looked_at(FAST)
+        self.assertEqual(waits(whole), {"Reshape": 1, "StatefulPartitionedCall": 1})
+        # docs/evidence/performance.md says where a step by single operations waits.
+        # Three of the lists are made only where too many elements pass.
+        with fused.forced(False):
+            singly = looked_at(FAST)
+        self.assertEqual(waits(singly)["Where"], 7)
+        self.assertLessEqual(
+            4 * sum(waits(whole).values()), sum(waits(singly).values())
+        )
+        # The model's own operations are in both.
+        launched = [each.launched - plain.launched for each in (whole, singly)]
+        self.assertLessEqual(4 * launched[0], launched[1])
 
 
 @pytest.mark.long
@@ -73,18 +92,20 @@ class LongStepTest(StepCase):
     def test_what_xla_compiles_is_lowered_for_gpus_and_changes_in_place(self) -> None:
         names = set()
         with mock.patch.dict(inplace._compiled, clear=True):  # of other tests
-            placement.trace(placement.STEPS["dgc"])
-            placement.trace(placement.STEPS["dgc_gradients"])
+            for way, name in itertools.product((False, True), ("dgc", "dgc_gradients")):
+                with fused.forced(way):
+                    placement.trace(placement.STEPS[name])
             for compiled in inplace.compiled():
                 names.add(compiled.name)
                 self.assertEmpty(placement.lowered(compiled))
         expected = {"accumulate", "densify", "keep", "mark", "peaks", "subtract"}
+        expected |= {"_clipped", "_parted", "_sent", "_taken"}
         self.assertContainsSubset(expected, names)
 
 
 @pytest.mark.slow
 class OtherStepsTest(StepCase):
-    @parameterized.parameters(*sorted(placement.STEPS.keys() - {FAST, *LONG}))
+    @parameterized.parameters(*sorted(placement.STEPS.keys() - {FAST, "plain", *LONG}))
     def test_stays_on_the_gpu(self, name: str) -> None:
         self.assert_stays(name)
 
@@ -193,10 +214,12 @@ class CommandTest(tf.test.TestCase):
             check=False,
         )
         self.assertEqual(done.returncode, 0, done.stderr)
-        head, dense, lowered = done.stdout.splitlines()
-        self.assertEqual(head.split()[:4], ["step", "operations", "XLA", "missing"])
-        self.assertEqual([dense.split()[0], dense.split()[3]], ["dense", "0"])
+        head, dense, lowered, counted, again = done.stdout.splitlines()
+        self.assertEqual(head.split()[:4], ["step", "operations", "XLA", "launched"])
+        self.assertEqual([dense.split()[0], dense.split()[4]], ["dense", "0"])
         self.assertIn("functions lowered for GPUs", lowered)
+        self.assertEqual(counted.split()[:3], ["step", "launched", "waits"])
+        self.assertEqual(again.split()[::2], ["dense", "1", "1"])
 
     def test_a_step_that_is_not_known(self) -> None:
         with (

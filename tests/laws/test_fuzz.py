@@ -299,7 +299,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
         for message, arena, gradient in outcomes(2, work):
             self.assertIn(f"The message of rank 1 is damaged: {what}", message)
             self.assertAllEqual(arena.residual.v, tf.reshape(gradient, [-1]))
-            self.assertAllEqual(arena.mode._target.variable, np.zeros(128))
+            self.assertAllEqual(arena.mode.target.variable, np.zeros(128))
             self.assertEqual(int(arena.residual.step), 0)
             self.assertEqual(arena.tensor_stats()[0].density, 0.0)
 

@@ -14,12 +14,14 @@ import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 from hypothesis import strategies as st
 from ledgers import compressing, exchange, flushed, only
 from loopback import Loopback, Owner, run_workers
 
 from tf_dgc.compression.dgc import Momentum
 from tf_dgc.config import VALUE_DTYPES, DGCConfig
+from tf_dgc.exchanges import fused
 
 STEPS = 4
 steady = hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
@@ -211,6 +213,45 @@ class LawsTest(tf.test.TestCase):
                     self.assertEqual(array.tobytes(), later.state[name].tobytes())
 
             run_workers(case.workers, work)
+
+
+CASES = (
+    Case(
+        [((9, 40), "float32"), ((30,), "float16"), ((70, 9), "bfloat16")],
+        3,
+        Momentum(0.9, True, 0.25),
+        {"sparsity": 0.9, "value_dtype": "float16", "momentum_masking": True},
+        1,
+    ),
+    Case(
+        [((300, 2), "float32"), ((), "float32"), ((5, 5, 5), "float32")],
+        2,
+        Momentum(0.5, False, 1.0),
+        {"sparsity": 0.999, "value_dtype": "log4", "warmup_steps": 2},
+        2,
+    ),
+)
+
+
+@pytest.mark.extended
+class WholeLawsTest(parameterized.TestCase, tf.test.TestCase):
+    """The same where XLA compiles a step as a whole."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(fused.forced(True))
+
+    @parameterized.product(
+        case=CASES,
+        law=(
+            LawsTest.test_1_sent_and_kept_are_what_was_accumulated,
+            LawsTest.test_4_all_workers_get_the_same_bits,
+            LawsTest.test_7_a_restored_state_goes_on,
+        ),
+    )
+    def test_hold(self, case: Case, law: Any) -> None:
+        others = [2] if law is LawsTest.test_7_a_restored_state_goes_on else []
+        law.hypothesis.inner_test(self, case, *others)
 
 
 if __name__ == "__main__":

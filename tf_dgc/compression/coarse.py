@@ -56,7 +56,11 @@ def tensors_of(begins: tuple[int, ...], positions: tf.Tensor) -> tf.Tensor:
 
 
 def encode(
-    bits: int, values: tf.Tensor, tensors: tf.Tensor, count: int
+    bits: int,
+    values: tf.Tensor,
+    tensors: tf.Tensor,
+    count: int,
+    used: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Round values to codes.
 
@@ -65,19 +69,37 @@ def encode(
         values: shape [C], float32.
         tensors: which each is of, shape [C], int64, ascending.
         count: T.
+        used: which of C places hold a value, for arrays of a fixed size under XLA;
+            None is all.
 
     Returns:
         Codes, shape [C], uint8; scales, shape [T], bfloat16, 0 where there is nothing.
     """
     magnitudes = tf.abs(values)
     # In float64, where the order of the sum hardly counts, nor do sums overflow.
-    scales = tf.math.segment_mean(tf.cast(magnitudes, tf.float64), tensors)
+    wide = tf.cast(magnitudes, tf.float64)
     negative = tf.cast(values < 0, tf.uint8)
+    if used is None:
+        scales = tf.math.segment_mean(wide, tensors)
+    else:
+        ones = tf.cast(used, tf.float64)
+        sums, counts = (
+            tf.math.unsorted_segment_sum(each, tensors, count)
+            for each in (tf.where(used, wide, 0.0), ones)
+        )
+        scales = sums / tf.maximum(counts, 1.0)
     if bits > 1:
-        most = tf.math.segment_max(magnitudes, tensors)
+        if used is None:
+            most = tf.math.segment_max(magnitudes, tensors)
+        else:
+            found = tf.where(used, magnitudes, 0.0)
+            most = tf.math.unsorted_segment_max(found, tensors, count)
+            most = tf.maximum(most, 0.0)  # of nothing
         scales = tf.minimum(tf.cast(most, tf.float64), _MOST * scales)
     scales = rounded(tf.cast(scales, tf.float32), SCALE)
-    scales = tf.ensure_shape(tf.pad(scales, [[0, count - tf.size(scales)]]), [count])
+    if used is None:
+        scales = tf.pad(scales, [[0, count - tf.size(scales)]])
+    scales = tf.ensure_shape(scales, [count])
     if bits == 1:
         return negative, scales
     own = tf.gather(tf.cast(scales, tf.float32), tensors)

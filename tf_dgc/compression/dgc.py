@@ -37,7 +37,7 @@ import tensorflow as tf
 from tf_dgc.compression import arena, coarse, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
-from tf_dgc.values import half_square, one_of
+from tf_dgc.values import SELDOM, half_square, one_of
 
 
 class Momentum(NamedTuple):
@@ -90,6 +90,7 @@ def clip_scale(gradients: Sequence[Any], clip_norm: float, workers: int) -> tf.T
         lambda: tf.sqrt(2.0 * tf.cast(half, tf.float64)),
         # The squares of float32 do not overflow in float64.
         lambda: tf.linalg.global_norm([tf.cast(part, tf.float64) for part in dense]),
+        name=SELDOM,
     )
     limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
     return tf.cast(limit / tf.maximum(norm, limit), tf.float32)
@@ -188,7 +189,11 @@ def select(
 
 
 def encoded(
-    positions: tf.Tensor, values: tf.Tensor, layout: Layout, value_type: str
+    positions: tf.Tensor,
+    values: tf.Tensor,
+    layout: Layout,
+    value_type: str,
+    used: tf.Tensor | None = None,
 ) -> Selection:
     """Round elements of the arena to what a message holds.
 
@@ -197,13 +202,14 @@ def encoded(
         values: shape [C], float32.
         layout: of the arena.
         value_type: as in `DGCConfig`.
+        used: see `coarse.encode`; values are 0 where it is False.
     """
     exponent = tf.zeros([], tf.int32)
     if value_type in coarse.BITS:
         begins = tuple(segment.offset for segment in layout.segments)
         tensors = coarse.tensors_of(begins, positions)
         bits = coarse.BITS[value_type]
-        codes, scales = coarse.encode(bits, values, tensors, len(begins))
+        codes, scales = coarse.encode(bits, values, tensors, len(begins), used)
         return Selection(positions, codes, exponent, scales)
     value_dtype = tf.as_dtype(value_type)
     if value_dtype == tf.float16:

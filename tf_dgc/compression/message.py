@@ -19,7 +19,7 @@ References:
     J. ACM 21 (1974), https://doi.org/10.1145/321812.321820
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,7 @@ FAULTS = (
     "values that are not finite, as where what was accumulated has overflowed",
     "the scales of its values",
 )
+Ones = Callable[[tf.Tensor, int], tuple[tf.Tensor, tf.Tensor]]  # as of `listed`
 
 
 class Header(NamedTuple):
@@ -257,12 +258,40 @@ class Contents(NamedTuple):
     scales: tf.Tensor  # shape [N, T], bfloat16; T is 0 where values are no codes
 
 
-def unpack(form: Format, messages: tf.Tensor) -> Contents:
+def listed(high: tf.Tensor, slots: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Find the first K ones of high bits, in a list of all there are.
+
+    Args:
+        high: of N messages, shape [N, bytes].
+        slots: K.
+
+    Returns:
+        At which bit of its message each is, int64; and whether there are as many: shape
+        [N, K].
+    """
+    workers = high.shape[0]
+    bits = tf.bitcast(tf.gather(_SPREAD, tf.cast(high, tf.int32)), tf.uint8)
+    bits = tf.reshape(bits, [workers, -1])
+    # All ones of all messages in a row, where those of each begin, and of its slots.
+    ones = tf.where(tf.reshape(bits, [-1]))[:, 0]
+    counts = _ones_in(high)
+    begins = tf.cumsum(counts, exclusive=True)
+    slot = tf.range(slots, dtype=tf.int64)
+    used = slot < counts[:, tf.newaxis]
+    place = tf.where(used, begins[:, tf.newaxis] + slot, 0)
+    # One more, as there may be none.
+    index = tf.gather(tf.concat([ones, tf.zeros([1], tf.int64)], axis=0), place)
+    row = tf.range(workers, dtype=tf.int64)[:, tf.newaxis] * bits.shape[1]
+    return index - row, used
+
+
+def unpack(form: Format, messages: tf.Tensor, ones: Ones = listed) -> Contents:
     """Read messages, whatever their words are; `faults` tells which are whole.
 
     Args:
         form: the form that the senders used.
         messages: shape [N, form.words], int32.
+        ones: finds those of the high bits, as `listed` does.
     """
     workers = messages.shape[0]
     octets = _octets(form, messages)
@@ -281,19 +310,9 @@ def unpack(form: Format, messages: tf.Tensor) -> Contents:
         values = _joined(values, form.slots, form.value_dtype)
     if form.low_bits == 16:
         low = _joined(low, form.slots, tf.uint16)
-    bits = tf.bitcast(tf.gather(_SPREAD, tf.cast(high, tf.int32)), tf.uint8)
-    bits = tf.reshape(bits, [workers, -1])
-    # All ones of all messages in a row, where those of each begin, and of its slots.
-    ones = tf.where(tf.reshape(bits, [-1]))[:, 0]
-    counts = _ones_in(high)
-    begins = tf.cumsum(counts, exclusive=True)
+    index, used = ones(high, form.slots)
     slot = tf.range(form.slots, dtype=tf.int64)
-    used = slot < counts[:, tf.newaxis]
-    place = tf.where(used, begins[:, tf.newaxis] + slot, 0)
-    # One more, as there may be none.
-    index = tf.gather(tf.concat([ones, tf.zeros([1], tf.int64)], axis=0), place)
-    row = tf.range(workers, dtype=tf.int64)[:, tf.newaxis] * bits.shape[1]
-    found = (index - row - slot) * 2**form.low_bits + tf.cast(low, tf.int64)
+    found = (index - slot) * 2**form.low_bits + tf.cast(low, tf.int64)
     return Contents(
         header,
         tf.where(used, found, form.size),

@@ -354,6 +354,11 @@ def densify(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
     Returns:
         shape [P], float32.
     """
+    return added(tf.zeros_like(arena), positions, values)
+
+
+def added(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Return an arena to which is added what N workers sent; arguments as above."""
     workers = positions.shape[0]
 
     def add(rank: tf.Tensor, summed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -362,10 +367,9 @@ def densify(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
 
     # A loop, in place: its graph does not grow with N. One scattering of all would add
     # equal positions in any order on GPUs.
-    start = tf.zeros([], tf.int32), tf.zeros_like(arena)
-    _, summed = tf.while_loop(
-        lambda rank, _: rank < workers, add, start, maximum_iterations=workers
-    )
+    start = tf.zeros([], tf.int32), arena
+    # Of one counter, so that XLA knows how often, and a GPU does not ask the host.
+    _, summed = tf.while_loop(lambda rank, _: rank < workers, add, start)
     return summed
 
 

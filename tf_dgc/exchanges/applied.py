@@ -28,6 +28,27 @@ class Target(abc.ABC):
         """Take what was sent; arguments as of `subtract`."""
 
     @abc.abstractmethod
+    def fused(self, device: str) -> list[tf.Variable] | None:
+        """Return the variables that `taken` changes; None where not all are there.
+
+        Args:
+            device: where a step is compiled as a whole.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def taken(
+        layout: Layout, values: Sequence[tf.Tensor], total: Sparse
+    ) -> list[tf.Tensor]:
+        """Return other values of `fused`, with the bits of `take_sparse`; pure.
+
+        Args:
+            layout: of the arena.
+            values: of these variables.
+            total: what was sent, [N, K]; none of it at P or more counts, under XLA.
+        """
+
+    @abc.abstractmethod
     def take_dense(self, total: tf.Tensor) -> None:
         """Take a sum, shape [P]."""
 
@@ -41,13 +62,26 @@ class Weights(Target):
 
     def __init__(self, layout: Layout, weights: Sequence[tf.Variable]) -> None:
         """Take the weights."""
-        self._layout, self._weights = layout, weights
+        self._layout, self._weights = layout, list(weights)
 
     def take_sparse(
         self, total: Sparse, slots: Sequence[int], number: tf.Tensor | None
     ) -> None:
         """Subtract one message after the other."""
         subtract(self._weights, self._layout, total, slots, number)
+
+    def fused(self, device: str) -> list[tf.Variable] | None:
+        """Return the weights."""
+        return self._weights if set(by_device(self._weights)) == {device} else None
+
+    @staticmethod
+    def taken(
+        layout: Layout, values: Sequence[tf.Tensor], total: Sparse
+    ) -> list[tf.Tensor]:
+        """Subtract one message after the other, all tensors in one arena."""
+        whole = arena.flatten(layout, values)
+        whole = selection.added(whole, total.positions, -total.values)
+        return arena.unflatten(layout, whole)
 
     def take_dense(self, total: tf.Tensor) -> None:
         """Subtract a sum, shape [P]."""
@@ -87,6 +121,18 @@ class Total(Target):
         """Add up what was sent."""
         sum_up = selection.average if self._by_senders else selection.densify
         inplace.update(self._device, sum_up, self.variable, *total)
+
+    def fused(self, device: str) -> list[tf.Variable] | None:
+        """Return the arena."""
+        is_there = self.variable.device == device and not self._by_senders
+        return [self.variable] if is_there else None
+
+    @staticmethod
+    def taken(
+        layout: Layout, values: Sequence[tf.Tensor], total: Sparse
+    ) -> list[tf.Tensor]:
+        """Add up what was sent."""
+        return [selection.densify(values[0], total.positions, total.values)]
 
     def take_dense(self, total: tf.Tensor) -> None:
         """Take a sum, shape [P]."""

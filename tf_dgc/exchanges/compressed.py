@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_dgc import values
 from tf_dgc.compression import arena
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import applied, formats, local_gradients, modes
+from tf_dgc.exchanges import applied, formats, fused, local_gradients, modes
 from tf_dgc.exchanges.base import (
     Apply,
     Exchange,
@@ -80,13 +80,20 @@ class Compressed(Exchange):
         earlier = [
             (o.residual, o.mode) for o in place.siblings if isinstance(o, Compressed)
         ]
-        tensors = self.variables, self._large
+        tensors, device = (self.variables, self._large), self.transport.device
+        whole = fused.is_wanted(device) and not self._workers.axis
+        figures = device if whole else "CPU:0"
         self.residual, self.mode = modes.opened(
-            wire, *tensors, taken, earlier, combining
+            wire, *tensors, taken, earlier, combining, figures
         )
-        self._sums = formats.sums_of(wire)
+        self._front: fused.Front | None = None
+        by = [fused.sums_by(wire, self.residual, self.mode)] if whole else []
+        self._sums = formats.sums_of(wire, *by)
+        if any(isinstance(each, fused.FusedSum) for each in self._sums):
+            self._front = fused.Front(self.layout, *tensors, device)
         self._agree(modes.describe(taken))
         formats.tell(wire, self.variables)
+        fused.tell(self._sums, wire)
 
     # The step: local -> wire -> local.
 
@@ -100,7 +107,8 @@ class Compressed(Exchange):
         taken_over = taken_over if self.mode.is_step else None
         modes.refuse_late(self.residual, taken_over)
         whole = self.transport.size if part is None else part.whole
-        clip = functools.partial(self._clipped, taken_over=taken_over, whole=whole)
+        front = self._front if self._front and self._front.takes(local) else None
+        clip = functools.partial(self._clipped, front, taken_over, whole)
         gradient, small, nonfinite, scale = self._workers.each(clip, local)
 
         # Wire 1. Before any state changes all must know whether the step counts.
@@ -114,7 +122,8 @@ class Compressed(Exchange):
         config, step = self.config, self.residual.step
         ok = local_gradients.all_finite(told.nonfinite, config, step, names)
         factor = told.factor if factors is None else factors
-        rest = told.gradients, whole, taken_over
+        summed = told.gradients if front is None else front.small(told.gradients)
+        rest = summed, whole, taken_over
         share = Contribution(gradient, scale, factor, *rest)
 
         send = functools.partial(self._send, share)
@@ -122,17 +131,25 @@ class Compressed(Exchange):
         found: list[Any] = [None] * len(local)
         flags = [self.mode.is_step and i in self._large for i in range(len(local))]
         if not self.mode.takes_small:
-            for i, tensor in zip(self._small, told.gradients, strict=True):
+            for i, tensor in zip(self._small, summed, strict=True):
                 found[i] = tensor
         for i, tensor in zip(self._large, self.mode.gradients(), strict=True):
             found[i] = None if tensor is None else tf.cast(tensor, local[i].dtype)
-        return Update(found, flags, ok, told.traffic + traffic)
+        with tf.device("CPU:0"):
+            return Update(found, flags, ok, told.traffic + traffic)
 
     def _clipped(
-        self, local: list[Any], taken_over: TakenOver | None, whole: int
+        self,
+        front: fused.Front | None,
+        taken_over: TakenOver | None,
+        whole: int,
+        local: list[Any],
     ) -> local_gradients.Clipped:
         parts = [local[i] for i in self._large], [local[i] for i in self._small]
         rate = [] if taken_over is None else [taken_over.learning_rate]
+        if front is not None:
+            limit = self.config.clip_norm, self.transport.size
+            return front.clipped(local, rate, *limit, whole)
         args = self.layout, local, *parts, rate
         return local_gradients.clipped(
             *args, self.config.clip_norm, self.transport.size, whole
@@ -145,9 +162,6 @@ class Compressed(Exchange):
             See `sums.traffic_of`.
         """
         with self.residual.arenas.borrowed():
-            if share.taken_over is not None:
-                rate = tf.cast(share.taken_over.learning_rate, tf.float32)
-                self.residual.fall(rate, [each.scale for each in self._sums])
             step = self.residual.present_step()
             through = [
                 functools.partial(self._through, s, share, step) for s in self._sums
@@ -162,6 +176,11 @@ class Compressed(Exchange):
         self, wire: SparseSum, share: Contribution, step: tf.Tensor
     ) -> tf.Tensor:
         """Take a step at the stages of one kind of sum."""
+        if isinstance(wire, fused.FusedSum):
+            return wire.through(share, step)
+        if share.taken_over is not None:
+            rate = tf.cast(share.taken_over.learning_rate, tf.float32)
+            self.residual.fall(rate, [each.scale for each in self._sums])
         stage = wire.stage_at(step)
         kept = self.mode.add(share, whole=not any(wire.slots))
         total, used, traffic = wire(kept, step, stage)

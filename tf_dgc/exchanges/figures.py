@@ -44,16 +44,22 @@ class TensorStats(NamedTuple):
 
 
 class Coverage:
-    """Counts, by tensor, which elements of an arena a worker sends."""
+    """Counts, by tensor, which elements of an arena a worker sends.
 
-    def __init__(self, layout: Layout, device: str) -> None:
+    Attributes:
+        sent: which were sent, shape [P], bool.
+        counts: how many of each tensor, shape [T], int64.
+    """
+
+    def __init__(self, layout: Layout, device: str, counts_on: str) -> None:
         """Create the variables, zero, outside of any graph."""
         self._layout, self._device = layout, device
         with tf.init_scope(), tf.device(device):
-            self._sent = own_variable(tf.zeros([layout.size], tf.bool), "dgc_sent")
-        with tf.init_scope(), tf.device("CPU:0"):
+            self.sent = own_variable(tf.zeros([layout.size], tf.bool), "dgc_sent")
+        with tf.init_scope(), tf.device(counts_on):
             tensors = len(layout.segments)
-            self._counts = own_variable(tf.zeros([tensors], tf.int64), "dgc_counts")
+            self.counts = own_variable(tf.zeros([tensors], tf.int64), "dgc_counts")
+        with tf.init_scope(), tf.device("CPU:0"):
             self._steps = own_variable(tf.zeros([], tf.int64), "dgc_counted_steps")
 
     def record(self, positions: tf.Tensor) -> None:
@@ -61,16 +67,20 @@ class Coverage:
 
         Those that are not below P stand for unused slots of a message.
         """
-        inplace.update(self._device, selection.mark, self._sent, positions)
-        self._counts.assign_add(arena.count_by_segment(self._layout, positions))
+        inplace.update(self._device, selection.mark, self.sent, positions)
+        self.counts.assign_add(arena.count_by_segment(self._layout, positions))
+        self.count()
+
+    def count(self) -> None:
+        """Count a step, whose elements are counted."""
         self._steps.assign_add(1)
 
     def record_all(self) -> None:
         """Take in a step that sent everything."""
-        self._sent.assign(tf.ones_like(self._sent))
+        self.sent.assign(tf.ones_like(self.sent))
         sizes = [s.size for s in self._layout.segments]
-        self._counts.assign_add(tf.constant(sizes, tf.int64, [len(sizes)]))
-        self._steps.assign_add(1)
+        self.counts.assign_add(tf.constant(sizes, tf.int64, [len(sizes)]))
+        self.count()
 
     def stats(self, reset: bool = False) -> list[TensorStats]:
         """Return the figures of each tensor, eagerly; then start anew, if told so."""
@@ -80,7 +90,7 @@ class Coverage:
         return found
 
     def _stats(self) -> list[TensorStats]:
-        sent, counts = self._sent.numpy(), self._counts.numpy()
+        sent, counts = self.sent.numpy(), self.counts.numpy()
         steps = max(int(self._steps), 1)
         return [
             TensorStats(
@@ -94,7 +104,7 @@ class Coverage:
 
     def reset(self) -> None:
         """Start anew."""
-        for variable in (self._sent, self._counts, self._steps):
+        for variable in (self.sent, self.counts, self._steps):
             variable.assign(tf.zeros_like(variable))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -129,10 +129,17 @@ def refuse_without_all_to_all(config: DGCConfig, transport: Transport) -> DGCCon
     return dataclasses.replace(config, exchange="allgather")
 
 
-def sums_of(wire: sums.Wire) -> list[sums.SparseSum]:
+def sums_of(
+    wire: sums.Wire,
+    fused: Callable[[int, warmup.Stage], sums.SparseSum | None] = lambda *_: None,
+) -> list[sums.SparseSum]:
     """Return the sums of the stages of a warm-up: each of what costs least.
 
-    Those with messages share one, and so a graph.
+    Those with messages share one, and so a graph; but for those that are compiled.
+
+    Args:
+        wire: of the exchange.
+        fused: returns a sum of a stage whose messages all gather, by itself; or None.
     """
     stages = dict(enumerate(warmup.stages(wire.config)))
     args = wire.config, wire.transport.size
@@ -143,6 +150,10 @@ def sums_of(wire: sums.Wire) -> list[sums.SparseSum]:
         kind(wire, {i: stages[i]}) for i, kind in kinds.items() if kind is sums.DenseSum
     ]
     sparse = {i: stages[i] for i, kind in kinds.items() if kind is not sums.DenseSum}
+    for i in list(sparse):
+        if kinds[i] is sums.GatherSum and (own := fused(i, sparse[i])) is not None:
+            del sparse[i]
+            found.append(own)
     if sparse:
         found.append(kinds[max(sparse)](wire, sparse))
     return found

@@ -5,6 +5,7 @@ long.
 """
 
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +27,8 @@ class Compiled(NamedTuple):
     """A function for certain forms of arguments, and what XLA made of it."""
 
     name: str
-    changes: bool  # variables; else it returns something
+    changes: bool  # variables
+    returns: bool  # something
     tensors: list[Form]  # its arguments that are tensors or variables
     pure: Callable[..., Any]  # takes the values of these
     run: Callable[..., Any]  # takes tensors and handles of variables, and changes these
@@ -64,6 +66,24 @@ def unseen(create: Callable[[], _T]) -> _T:
         return thread.submit(create).result()
 
 
+@functools.lru_cache(maxsize=_MOST_COMPILED)
+def _bound(function: Callable[..., Any], named: tuple[tuple[str, Any], ...]) -> Any:
+    return functools.update_wrapper(
+        functools.partial(function, **dict(named)), function
+    )
+
+
+def bound(function: Callable[..., _T], **named: Any) -> Callable[..., _T]:
+    """Return a function with some arguments, the same one for the same arguments.
+
+    Args:
+        function: pure.
+        named: arguments by name, hashable; no tensors.
+    """
+    found: Callable[..., _T] = _bound(function, tuple(named.items()))
+    return found
+
+
 def update(
     device: str, function: Callable[..., Any], variables: Any, *args: Any
 ) -> None:
@@ -75,7 +95,21 @@ def update(
         variables: a structure of tf.Variable and None.
         args: see `call`.
     """
-    _run(device, function, (variables, *args), changes=True)
+    _run(device, function, (variables, *args), changes=True, returns=False)
+
+
+def change(
+    device: str, function: Callable[..., Any], variables: Any, *args: Any
+) -> Any:
+    """Do `variables, found <- function(variables, *args)`; return what was found.
+
+    Args:
+        device: where the variables are.
+        function: as in `update`, and returns something else, too.
+        variables: as in `update`.
+        args: see `call`.
+    """
+    return _run(device, function, (variables, *args), changes=True, returns=True)
 
 
 def call(device: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -89,7 +123,7 @@ def call(device: str, function: Callable[..., Any], *args: Any) -> Any:
         args: structures of tensors, of tf.Variable, whose values the function takes,
             of None, and of numbers, for each of which it is compiled anew.
     """
-    return _run(device, function, args, changes=False)
+    return _run(device, function, args, changes=False, returns=True)
 
 
 def _form(part: Any) -> Any:
@@ -99,16 +133,18 @@ def _form(part: Any) -> Any:
     return part
 
 
-def _run(device: str, function: Callable[..., Any], args: Any, changes: bool) -> Any:
+def _run(
+    device: str, function: Callable[..., Any], args: Any, changes: bool, returns: bool
+) -> Any:
     flat = tf.nest.flatten(args)
     forms = [_form(part) for part in flat]
     structure = tf.nest.map_structure(lambda _: None, args)
-    key = (device, function, changes, str(forms), str(structure))
+    key = (device, function, changes, returns, str(forms), str(structure))
     if key not in _compiled:
         while len(_compiled) >= _MOST_COMPILED:
             del _compiled[next(iter(_compiled))]
         with tf.init_scope(), tf.device(device):
-            _compiled[key] = _compile(function, forms, structure, changes)
+            _compiled[key] = _compile(function, forms, structure, changes, returns)
     given = [
         part.handle if form.is_variable else part
         for form, part in zip(forms, flat, strict=True)
@@ -119,7 +155,11 @@ def _run(device: str, function: Callable[..., Any], args: Any, changes: bool) ->
 
 
 def _compile(
-    function: Callable[..., Any], forms: list[Any], structure: Any, changes: bool
+    function: Callable[..., Any],
+    forms: list[Any],
+    structure: Any,
+    changes: bool,
+    returns: bool,
 ) -> Compiled:
     """Compile a function of the tensors and handles among some arguments.
 
@@ -137,11 +177,12 @@ def _compile(
         found = pure(*[_read(t, f) if f.is_variable else t for t, f in pairs])
         if not changes:
             return found
+        found, rest = found if returns else (found, None)
         handles = [handle for handle, form in pairs if form.is_variable]
         new = [value for value in tf.nest.flatten(found) if value is not None]
         for handle, value in zip(handles, new, strict=True):
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-        return None
+        return rest
 
     specs = [
         tf.TensorSpec([], tf.resource) if f.is_variable else tf.TensorSpec(*f[1:])
@@ -151,7 +192,7 @@ def _compile(
     call = tf.function(run, autograph=False, jit_compile=True)
     call = call.get_concrete_function(*specs)
     name = getattr(function, "__name__", str(function))
-    return Compiled(name, changes, of_tensors, pure, run, call)
+    return Compiled(name, changes, returns, of_tensors, pure, run, call)
 
 
 def _read(handle: tf.Tensor, form: Form) -> tf.Tensor:

@@ -46,16 +46,36 @@ class Contribution(NamedTuple):
     taken_over: TakenOver | None  # from the optimizer, in this step
 
 
+class Gain(NamedTuple):
+    """Part of a contribution that v takes in; arguments of `Residual.add`."""
+
+    gradient: tf.Tensor  # shape [P]
+    momentum: dgc.Momentum | None
+    scale: tf.Tensor  # of the gradient, shape []
+
+
 class Mode(abc.ABC):
     """Adds a worker's contribution to v, and applies what all workers sent.
 
     Attributes:
         is_step: whether what is summed is a step of the optimizer, not a gradient.
         takes_small: whether the small tensors take their step as well.
+        target: where sums of messages go.
+        decay: of the residual, before a step adds to it; 1 keeps all.
     """
 
     is_step: bool
     takes_small = False
+    target: Target
+    decay = 1.0
+
+    @abc.abstractmethod
+    def gain(self, share: Contribution) -> Gain:
+        """Return what v takes in, where not everything will be sent."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Apply what the target has taken and not applied by itself."""
 
     @abc.abstractmethod
     def add(self, share: Contribution, whole: bool) -> Keeping:
@@ -95,15 +115,19 @@ class Gradients(Mode):
         self, residual: Residual, target: Target, is_step: bool, decay: float = 1.0
     ) -> None:
         """Take the state, where sums go, whether they are steps of SGD, and a decay."""
-        self._residual, self._target, self.is_step = residual, target, is_step
-        self._decay = decay
+        self._residual, self.target, self.is_step = residual, target, is_step
+        self.decay = decay
+
+    def gain(self, share: Contribution) -> Gain:
+        """Return the gradient; with momentum, where that is taken over."""
+        momentum = momentum_in(share.taken_over)
+        return Gain(share.gradient, momentum, share.scale * share.factor)
 
     def add(self, share: Contribution, whole: bool) -> Keeping:
-        """Add the gradient to v; with momentum, where that is taken over."""
-        if self._decay < 1:
-            self._residual.decay(self._decay)
-        momentum = momentum_in(share.taken_over)
-        self._residual.add(share.gradient, momentum, share.scale * share.factor)
+        """Add the gradient to v."""
+        if self.decay < 1:
+            self._residual.decay(self.decay)
+        self._residual.add(*self.gain(share))
         return self._residual
 
     def apply(
@@ -115,13 +139,16 @@ class Gradients(Mode):
     ) -> None:
         """Let the target take it."""
         if isinstance(total, Sparse):
-            self._target.take_sparse(total, slots, stage)
+            self.target.take_sparse(total, slots, stage)
         else:
-            self._target.take_dense(total)
+            self.target.take_dense(total)
+
+    def settle(self) -> None:
+        """Leave it to the optimizer."""
 
     def gradients(self) -> list[Any]:
         """Return the sums that are still to be applied."""
-        return self._target.parts()
+        return self.target.parts()
 
 
 class OwnSteps(Mode):
@@ -140,18 +167,22 @@ class OwnSteps(Mode):
         large: Sequence[tf.Variable],
     ) -> None:
         """Take the state, where sums go, the steps, and the large variables."""
-        self._residual, self._target = residual, target
+        self._residual, self.target = residual, target
         self.steps, self._large = steps, large
+
+    def gain(self, share: Contribution) -> Gain:
+        """Take a step; return it."""
+        own = (share.whole * share.scale)[..., tf.newaxis] * share.gradient
+        step = cast(LocalStep, share.taken_over)
+        taken = self.steps.along_own(step, own, share.small)
+        return Gain(taken, None, share.factor / share.whole)
 
     def add(self, share: Contribution, whole: bool) -> Keeping:
         """Take a step; add it to v."""
         if whole:
             own = (share.scale * share.factor)[..., tf.newaxis] * share.gradient
             return Passing(own, self._residual.coverage)
-        own = (share.whole * share.scale)[..., tf.newaxis] * share.gradient
-        step = cast(LocalStep, share.taken_over)
-        taken = self.steps.along_own(step, own, share.small)
-        self._residual.add(taken, None, share.factor / share.whole)
+        self._residual.add(*self.gain(share))
         return self._residual
 
     def apply(
@@ -166,8 +197,12 @@ class OwnSteps(Mode):
             step = cast(LocalStep, share.taken_over)
             self.steps.along(step, total, share.small)
             return
-        self._target.take_sparse(total, slots, stage)
-        for variable, part in zip(self._large, self._target.parts(), strict=True):
+        self.target.take_sparse(total, slots, stage)
+        self.settle()
+
+    def settle(self) -> None:
+        """Subtract what the target only adds up."""
+        for variable, part in zip(self._large, self.target.parts(), strict=True):
             if part is not None:
                 applied.subtract_all([variable], [part])
 
@@ -194,6 +229,7 @@ def opened(
     taken: TakenOver | None,
     earlier: Sequence[tuple[Residual, Mode]],
     combining: Combining,
+    figures_on: str = "CPU:0",
 ) -> tuple[Residual, Mode]:
     """Return the state of an exchange, with the momentum so far, and its mode.
 
@@ -204,8 +240,10 @@ def opened(
         taken: what `accumulated` returned.
         earlier: those of the same optimizer that were opened before.
         combining: of what is sent; by default only where gradients are accumulated.
+        figures_on: see `Residual`.
     """
-    residual = _residual_of(wire, variables, large, taken, [r for r, _ in earlier])
+    residuals = [r for r, _ in earlier]
+    residual = _residual_of(wire, variables, large, taken, residuals, figures_on)
     if combining != SUM:
         target = Total(wire.layout, wire.transport.device, combining.senders)
         return residual, Gradients(residual, target, False, combining.decay)
@@ -219,6 +257,7 @@ def _residual_of(
     large: Sequence[int],
     taken: TakenOver | None,
     earlier: Sequence[Residual],
+    figures_on: str,
 ) -> Residual:
     momentum, device = momentum_in(taken), wire.transport.device
     found = Residual(
@@ -230,6 +269,7 @@ def _residual_of(
         unit="gradients" if taken is None else "steps",
         axis=wire.workers.axis,
         earlier=earlier,
+        figures_on=figures_on,
     )
     if momentum is not None and found.u is not None:
         with tf.init_scope(), tf.device(device):

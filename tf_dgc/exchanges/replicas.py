@@ -18,7 +18,7 @@ import tensorflow as tf
 from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.base import Transport
-from tf_dgc.values import first_true, require
+from tf_dgc.values import SELDOM, first_true, require
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -121,7 +121,7 @@ class Replicas:
             differs = tf.reduce_any(found != found[0])
             tf.cond(differs, lambda: self._mend(variables, passed), lambda: None)
 
-        tf.cond(due, gather, lambda: None)
+        tf.cond(due, gather, lambda: None, name=SELDOM)
 
     def _mend(self, variables: Sequence[Any], step: tf.Tensor) -> None:
         """Take over rank 0's variables, where all are close to them."""

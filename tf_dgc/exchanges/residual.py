@@ -24,6 +24,7 @@ from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.figures import Coverage
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.sums import Kept, Sparse
+from tf_dgc.values import SELDOM
 
 RATES = "learning rate"  # name of what is saved of them
 OWNED = "residual at owners"  # and of what these have not passed on: `SparseSum.whole`
@@ -55,6 +56,7 @@ class Arenas:
         variables: Sequence[tf.Variable | None],
         device: str,
         earlier: Sequence["Arenas"],
+        rates_on: str = "CPU:0",
     ) -> None:
         """Find out of whom to borrow.
 
@@ -64,10 +66,11 @@ class Arenas:
             variables: see above; in the same order in all of `earlier`.
             device: where the arenas are.
             earlier: those that may have had some of the tensors.
+            rates_on: where their learning rates are.
         """
         self.layout, self.tensors = layout, list(tensors)
         self.variables, self._device = list(variables), device
-        with tf.init_scope(), tf.device("CPU:0"):
+        with tf.init_scope(), tf.device(rates_on):
             self.rates = own_variable(tf.zeros([len(self.tensors)]), "dgc_rate")
         self.loans = [
             Loan(other, theirs, own)
@@ -110,11 +113,19 @@ def _move(
         if all(arenas is not None for arenas in pair):
             args = list(pair), begins, ends, sizes
             inplace.update(source._device, arena.moved, *args)
-    with tf.device("CPU:0"):
+    with tf.device(target.rates.device):
         where = tf.constant(others, tf.int32, [len(others), 1])
         rates = tf.gather(source.rates.read_value(), list(numbers))
         before = target.rates.read_value()
         target.rates.assign(tf.tensor_scatter_nd_update(before, where, rates))
+
+
+def bare(momentum: dgc.Momentum | None) -> dgc.Momentum | None:
+    """Return momentum as a compiled function takes it: its rate a tensor, no slots."""
+    if momentum is None:
+        return None
+    rate = tf.cast(momentum.learning_rate, tf.float32)
+    return momentum._replace(learning_rate=rate, slots=())
 
 
 class Keeping(Kept, abc.ABC):
@@ -153,6 +164,7 @@ class Residual(Keeping):
         unit: what v is a sum of, "steps" or "gradients".
         u: velocity, shape [*axis, P], float32; None where no momentum is corrected.
         v: residual, of the same shape.
+        device: where they are.
         step: shape [], int64, number of exchanges done; of all that share tensors.
         arenas: of u and v.
         coverage: counts the elements sent.
@@ -169,6 +181,7 @@ class Residual(Keeping):
         unit: str = "gradients",
         axis: Sequence[int] = (),
         earlier: Sequence["Residual"] = (),
+        figures_on: str = "CPU:0",
     ) -> None:
         """Create the variables, zero, outside of any graph.
 
@@ -181,9 +194,10 @@ class Residual(Keeping):
             unit: see above.
             axis: of several workers in this process.
             earlier: of the same optimizer, opened before.
+            figures_on: where learning rates and counts are.
         """
         self.layout, self.unit, self.config = layout, unit, config
-        self._device = device
+        self.device = device
         with tf.init_scope(), tf.device(device):
             zeros = tf.zeros([*axis, layout.size])
             self.u: tf.Variable | None = None
@@ -192,7 +206,9 @@ class Residual(Keeping):
             self.v = own_variable(zeros, "dgc_residual")
         alike = [other for other in earlier if other.unit == unit]
         lenders: list[Arenas] = [other.arenas for other in alike]
-        self.arenas: Arenas = Arenas(layout, tensors, [self.u, self.v], device, lenders)
+        self.arenas: Arenas = Arenas(
+            layout, tensors, [self.u, self.v], device, lenders, figures_on
+        )
         lenders = [loan.lender for loan in self.arenas.loans]
         clocks: list[tf.Variable] = [o.step for o in alike if o.arenas in lenders]
         with tf.init_scope(), tf.device("CPU:0"):
@@ -201,7 +217,7 @@ class Residual(Keeping):
                 clocks[0] if clocks else own_variable(none, "dgc_step")
             )
             self._seen = own_variable(none, "dgc_seen_step")
-        self.coverage = Coverage(layout, device)
+        self.coverage = Coverage(layout, device, figures_on)
 
     # Steps.
 
@@ -236,8 +252,10 @@ class Residual(Keeping):
         with tf.device("CPU:0"):  # which chooses what is done
             last = rates.read_value()
             fallen = dgc.fall(rate, last)
-            rates.assign(tf.where(rate > 0, rate, last), read_value=False)
             falls = tf.reduce_any(fallen < 1.0)
+            last = tf.where(rate > 0, rate, last)
+        with tf.device(rates.device):
+            rates.assign(last, read_value=False)
 
         def scale() -> None:
             by = arena.spread(self.layout, fallen)
@@ -246,7 +264,7 @@ class Residual(Keeping):
                 other(by)
 
         if self.config.rate_correction and self.unit == "steps":
-            tf.cond(falls, scale, lambda: None)
+            tf.cond(falls, scale, lambda: None, name=SELDOM)
 
     def decay(self, factor: float) -> None:
         """Multiply v, of which so a part is never sent."""
@@ -259,11 +277,9 @@ class Residual(Keeping):
         scale: tf.Tensor | float = 1.0,
     ) -> None:
         """Accumulate; see `dgc.accumulate`."""
-        if momentum is not None:
-            rate = tf.cast(momentum.learning_rate, tf.float32)
-            momentum = momentum._replace(learning_rate=rate, slots=())
+        momentum = bare(momentum)
         state = dgc.State(self.u, self.v)
-        inplace.update(self._device, dgc.accumulate, state, gradient, momentum, scale)
+        inplace.update(self.device, dgc.accumulate, state, gradient, momentum, scale)
 
     def read(self) -> tf.Tensor:
         """Return v."""
@@ -271,7 +287,7 @@ class Residual(Keeping):
 
     def peaks(self) -> tf.Tensor:
         """Return `selection.peaks` of v."""
-        return inplace.call(self._device, selection.peaks, self.v)
+        return inplace.call(self.device, selection.peaks, self.v)
 
     def keep(self, used: Sparse | None) -> None:
         """Take what was used out of u and v: sent + kept = accumulated.
@@ -293,7 +309,7 @@ class Residual(Keeping):
         where = tf.reshape(where, [-1, where.shape[-1]])
         state = dgc.State(self.u if self.config.momentum_masking else None, self.v)
         sent = tf.reshape(used.values, [-1])
-        inplace.update(self._device, dgc.keep, state, where, sent)
+        inplace.update(self.device, dgc.keep, state, where, sent)
         self.coverage.record(used.positions[0])
 
     def clear(self, sent: tf.Tensor | None = None) -> None:

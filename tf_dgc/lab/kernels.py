@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.values import SELDOM
 
 UNKNOWN = 2**62  # elements of a tensor whose shape is not known
 # They hold functions, or nothing: where they are does not matter.
@@ -32,6 +33,13 @@ _WAITING = frozenset(
 
 # They are where the variable is.
 _OF_VARIABLES = frozenset(["ReadVariableOp", "VarHandleOp"])
+# They give a tensor another name, type, shape or owner: a GPU has nothing to do.
+_FREE = _OF_VARIABLES | frozenset(
+    """
+    AssignVariableOp Bitcast EnsureShape ExpandDims Identity IdentityN
+    PreventGradient Reshape Squeeze StopGradient
+    """.split()
+)
 # Have a GPU kernel, which refuses these types when it runs.
 _REFUSED = {"CollectiveReduceV2": (tf.int32.as_datatype_enum,)}
 
@@ -44,10 +52,15 @@ class Place(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """Audit of a traced function on a GPU: numbers of operations, by their kind."""
+    """Audit of a traced function on a GPU: numbers of operations, by their kind.
+
+    Launches and waits are those of an ordinary step: without branches that are seldom
+    taken, to refuse something or to look at it more closely.
+    """
 
     operations: int  # outside of what XLA compiles
     compiled: int  # functions that XLA compiles
+    launched: int  # operations and functions for which the host makes the GPU work
     missing: Mapping[Place, int]  # have no GPU kernel
     copied: Mapping[Place, int]  # have one that wants large tensors on the host
     pinned: Mapping[Place, int]  # are on the host as the program says
@@ -66,7 +79,7 @@ def audit(function: Any, large: int) -> Audit:
     """
     graph = function.graph.as_graph_def(add_shapes=True)
     found: dict[str, Any] = collections.defaultdict(collections.Counter)
-    operations, compiled = 0, 0
+    operations, compiled, launched = 0, 0, 0
     for body in _bodies(graph):
         if body is None:
             compiled += 1
@@ -78,12 +91,16 @@ def audit(function: Any, large: int) -> Audit:
             found[kind][place] += 1
             if kind == "pinned" and any(size >= large for size in body.sizes(node)):
                 found["carried"][place] += 1
-            if node.op in _WAITING and not body.is_decided_on_host(node):
+            waits = node.op in _WAITING and not body.is_decided_on_host(node)
+            if waits and not body.seldom:
                 found["waiting"][place] += 1
-        for node in body.fetched():
-            found["waiting"][Place(node.op, _types(node))] += 1
-    kinds = Audit._fields[2:]
-    return Audit(operations, compiled, *(dict(found[kind]) for kind in kinds))
+        if not body.seldom:
+            launched += sum(map(body.is_launched, body.nodes.values()))
+            for node in body.fetched():
+                found["waiting"][Place(node.op, _types(node))] += 1
+    counts = operations, compiled, launched
+    kinds = Audit._fields[len(counts) :]
+    return Audit(*counts, *(dict(found[kind]) for kind in kinds))
 
 
 def _kind(body: "_Body", node: Any, large: int) -> str:
@@ -101,18 +118,28 @@ def _kind(body: "_Body", node: Any, large: int) -> str:
 def _bodies(graph: Any) -> Iterator["_Body | None"]:
     """Yield the graph and all functions that it calls, once; None for one of XLA."""
     library = {each.signature.name: each for each in graph.library.function}
+    compiled = {n for n, each in library.items() if each.attr["_XlaMustCompile"].b}
     seen: set[str] = set()
-    left = [_Body(graph.node, {})]
+    left = [_Body(graph.node, {}, compiled, False)]
     while left:
-        body = left.pop()
+        # Those of an ordinary step first, as what these call is of it.
+        left.sort(key=lambda body: body.seldom)
+        body = left.pop(0)
         yield body
-        called = {name for node in body.nodes.values() for name in _called(node)}
+        by_node = [
+            (name, body.seldom or _is_seldom(node))
+            for node in body.nodes.values()
+            for name in _called(node)
+        ]
+        called = {name for name, _ in by_node}
         for name in sorted(called & library.keys() - seen):
             function = library[name]
-            if function.attr["_XlaMustCompile"].b:
+            if name in compiled:
                 yield None
             else:
-                left.append(_Body(function.node_def, dict(_arguments(function))))
+                seldom = all(each for other, each in by_node if other == name)
+                args = dict(_arguments(function))
+                left.append(_Body(function.node_def, args, compiled, seldom))
         seen |= called
 
 
@@ -128,11 +155,27 @@ class _Body:
 
     Attributes:
         nodes: by name.
+        seldom: whether an ordinary step does not come here.
     """
 
-    def __init__(self, nodes: Any, args: Mapping[str, list[int]]) -> None:
+    def __init__(
+        self,
+        nodes: Any,
+        args: Mapping[str, list[int]],
+        compiled: set[str],
+        seldom: bool,
+    ) -> None:
         self.nodes = {node.name: node for node in nodes}
-        self._args = args
+        self._args, self._compiled, self.seldom = args, compiled, seldom
+
+    def is_launched(self, node: Any) -> bool:
+        """Tell whether the host makes a GPU work by a node."""
+        if self._is_compiled(node):
+            return True
+        return node.op not in _FREE and not _is_on_host(node)
+
+    def _is_compiled(self, node: Any) -> bool:
+        return not self._compiled.isdisjoint(_called(node))
 
     def sizes(self, node: Any, names: set[str] | None = None) -> Iterator[int]:
         """Yield the elements of what a node reads and writes, of all or some names."""
@@ -162,7 +205,9 @@ class _Body:
                 continue
             for tensor in set(node.input) - seen:
                 source = self.nodes.get(_source(tensor))
-                if source is not None and not _is_on_host(source):
+                if source is None:
+                    continue
+                if self._is_compiled(source) or not _is_on_host(source):
                     seen.add(tensor)
                     yield source
 
@@ -181,6 +226,10 @@ class _Body:
 
 def _source(tensor: str) -> str:
     return tensor.split(":")[0]
+
+
+def _is_seldom(node: Any) -> bool:
+    return node.name.rpartition("/")[2].startswith(SELDOM)
 
 
 def _called(node: Any) -> Iterator[str]:

@@ -7,6 +7,11 @@ Steps of each strategy, and of Horovod's front end, are traced as one of several
 with a GPU would, over TensorFlow's collectives; nothing of them runs. Every operation
 must have a GPU kernel that leaves tensors of the size of a message or more where they
 are. What XLA compiles is lowered for GPUs, and must change variables in place.
+
+Last are printed how often the host makes the GPU work in an ordinary step, and how
+often it waits for it: where a step of compression is taken by single operations, as on
+processors, and where XLA compiles it as a whole, as on GPUs. The model's own operations
+are in both; they alone are the step "plain".
 """
 
 import argparse
@@ -19,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges import fused, inplace
 from tf_dgc.horovod.optimizer import DistributedOptimizer
 from tf_dgc.horovod.tape import DistributedGradientTape
 from tf_dgc.lab.kernels import Audit, Place, audit
@@ -149,6 +154,11 @@ def _by(strategy_on: Callable[[Wire], BaseStrategy]) -> Callable[..., Run]:
     return make
 
 
+def _alone(_: Wire, build: Callable[[], keras.Model]) -> Run:
+    model = build()
+    return lambda x, y: model.train_step((x, y))
+
+
 def _by_optimizer(wire: Wire, build: Callable[[], keras.Model]) -> Run:
     model = build()
     DistributedOptimizer(model.optimizer, _COMPRESSION, over=wire)
@@ -190,6 +200,7 @@ def _scaled() -> keras.optimizers.Optimizer:
 
 
 STEPS: Mapping[str, Step] = {
+    "plain": Step(_alone, _sgd),
     "dense": Step(_dense, _adam),
     "dense_embedding": Step(_dense, _sgd, True),
     "dense_scaled": Step(_dense, _scaled),
@@ -313,7 +324,21 @@ def table(found: Mapping[str, Audit]) -> str:
     heads = ("operations", "XLA", *Audit._fields[2:])
     lines = [f"{'step':22}" + "".join(f"{head:>11}" for head in heads)]
     for name, each in found.items():
-        counts = [*each[:2], *(sum(places.values()) for places in each[2:])]
+        counts = [*each[:3], *(sum(places.values()) for places in each[3:])]
+        lines.append(f"{name:22}" + "".join(f"{count:11}" for count in counts))
+    return "\n".join(lines)
+
+
+def comparison(singly: Mapping[str, Audit], whole: Mapping[str, Audit]) -> str:
+    """Return as lines of text what is launched and waited for, both ways."""
+    heads = ("launched", "waits", "as a whole", "waits")
+    lines = [f"{'step':22}" + "".join(f"{head:>11}" for head in heads)]
+    for name, each in singly.items():
+        counts = [
+            number
+            for one in (each, whole[name])
+            for number in (one.launched, sum(one.waiting.values()))
+        ]
         lines.append(f"{name:22}" + "".join(f"{count:11}" for count in counts))
     return "\n".join(lines)
 
@@ -329,6 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in STEPS:
             parser.error(f"STEP must be one of {', '.join(STEPS)}. Received: {name}")
     found = {name: audit(trace(STEPS[name]), LARGE) for name in names}
+    with fused.forced(False):
+        singly = {name: audit(trace(STEPS[name]), LARGE) for name in names}
     wrong = [
         f"{name}: {text}"
         for name, each in found.items()
@@ -337,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiled = inplace.compiled()
     wrong += [text for each in compiled for text in lowered(each)]
     sys.stdout.write(f"{table(found)}\n{len(compiled)} functions lowered for GPUs\n")
+    sys.stdout.write(f"{comparison(singly, found)}\n")
     sys.stdout.write("".join(f"WRONG {text}\n" for text in wrong))
     return int(bool(wrong))
 

@@ -357,7 +357,8 @@ class DenseSum(SparseSum):
         size = 4 * layout.size
         received = in_ring(size, self.wire.transport.size)
         more = traffic_of(size, layout.elements, received)
-        return Exchanged(reduced, None, traffic + more)
+        with tf.device("CPU:0"):
+            return Exchanged(reduced, None, traffic + more)
 
     @staticmethod
     def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
@@ -421,9 +422,22 @@ def require_sound(faults: tf.Tensor, header: message.Header) -> tf.Tensor:
         faults: as of `message.faults`, shape [N].
         header: each field of shape [N].
     """
-    marks = tf.stack([header.format, header.checksum, header.step], axis=1)
-    whole = tf.reduce_all(faults == 0)
-    alike = tf.reduce_all(marks == marks[0])
+    marks = marks_of(header)
+    return require_that(is_sound(faults, marks), faults, marks)
+
+
+def marks_of(header: message.Header) -> tf.Tensor:
+    """Return what must be alike in the headers of N messages: shape [N, 3], int32."""
+    return tf.stack([header.format, header.checksum, header.step], axis=1)
+
+
+def is_sound(faults: tf.Tensor, marks: tf.Tensor) -> tf.Tensor:
+    """Tell whether messages are whole, and of one and the same step: shape [], bool."""
+    return tf.reduce_all(faults == 0) & tf.reduce_all(marks == marks[0])
+
+
+def require_that(sound: tf.Tensor, faults: tf.Tensor, marks: tf.Tensor) -> tf.Tensor:
+    """Raise InvalidArgumentError where messages are not sound: what `is_sound` says."""
 
     def damaged() -> tf.Tensor:
         rank = values.first_true(faults > 0)
@@ -436,6 +450,7 @@ def require_sound(faults: tf.Tensor, header: message.Header) -> tf.Tensor:
             "The workers are not in the same step of the same training. Message "
             "format, checksum of the layout and step, by rank:"
         )
+        whole = tf.reduce_all(faults == 0)
         return [tf.cond(whole, lambda: tf.constant(strangers), damaged), marks]
 
-    return values.require(whole & alike, told, summarize=-1)
+    return values.require(sound, told, summarize=-1)
