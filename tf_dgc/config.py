@@ -10,6 +10,7 @@ FLOATING = ("float32", "float16", "bfloat16")
 VALUE_DTYPES = (*FLOATING, "sign", "log4")
 NONFINITE = ("raise", "skip")
 EXCHANGES = ("auto", "allgather", "owners")
+HIERARCHICAL = (False, True, "auto")
 # Where no sparsity is given: about as many bytes as of 0.999 in float32.
 CHOSEN_SPARSITY = {"sign": 0.996, "log4": 0.997}
 PAPER: dict[str, Any] = {
@@ -19,6 +20,7 @@ PAPER: dict[str, Any] = {
 }
 ADAPTIVE = "adaptive"
 COMBINATIONS = ("auto", "mean", "senders")
+_NOT_HIERARCHICAL = "of hierarchical=False: each worker has steps of its own"
 ROUND_SPARSITY = 0.95  # of signs, where none is given for rounds of averaging
 
 
@@ -94,6 +96,11 @@ class DGCConfig(_Settings):
         growth: with owners, how many times as many elements as one worker selects are
             passed on; positive, more than N counts as N, all. 1 is the least traffic;
             4 loses little accuracy.
+        hierarchical: whether workers that share a host sum their gradients densely
+            there, so that one message of each host is exchanged; what waits and its
+            momentum are then the host's. "auto": where several share one of several
+            hosts, and that is measured to take 10% less time. False: each worker sends
+            its own.
         nonfinite: what to do when some worker's gradient holds a NaN or an
             infinity: "raise" stops all workers, "skip" leaves the step out on all.
         bytes_per_step: a budget in place of `sparsity`: the most bytes that a worker
@@ -125,6 +132,7 @@ class DGCConfig(_Settings):
     value_dtype: Any = None  # a str, in the end
     exchange: str = "auto"
     growth: float = 4.0
+    hierarchical: bool | str = False
     nonfinite: str = "raise"
     bytes_per_step: int | None = None
     ratio: float | None = None
@@ -185,6 +193,8 @@ class DGCConfig(_Settings):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
                 raise ValueError(_message(name, f"one of {allowed}", self))
+        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
+            raise ValueError(_message("hierarchical", f"one of {HIERARCHICAL}", self))
 
     def _choose(self) -> None:
         """Settle what was not given, and what is instead of a sparsity."""
@@ -329,6 +339,8 @@ class AveragingConfig(_Settings):
         if self.compression and self.compression.nonfinite != "raise":
             rule = "of nonfinite='raise', as rounds always do"
             raise ValueError(_message("compression", rule, self))
+        if self.compression and self.compression.hierarchical:
+            raise ValueError(_message("compression", _NOT_HIERARCHICAL, self))
         if self.combine not in COMBINATIONS:
             raise ValueError(_message("combine", f"one of {COMBINATIONS}", self))
         if self.compression:
@@ -464,6 +476,8 @@ class DownpourConfig(_Settings):
         if compression and compression.exchange == "owners":
             rule = "of an exchange other than 'owners', as servers sum what is pushed"
             raise ValueError(_message("compression", rule, self))
+        if compression and compression.hierarchical:
+            raise ValueError(_message("compression", _NOT_HIERARCHICAL, self))
         if compression and compression.value_dtype not in FLOATING:
             rule = f"of a value_dtype among {FLOATING}"
             raise ValueError(_message("compression", rule, self))

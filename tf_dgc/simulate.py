@@ -160,7 +160,7 @@ class SimulatedStrategy(BaseStrategy):
 
         Raises:
             TypeError: an argument is of the wrong type.
-            ValueError: `workers` is less than 1.
+            ValueError: `workers` is less than 1, or settings are of several hosts.
         """
         if isinstance(workers, bool) or not isinstance(workers, int):
             raise TypeError(
@@ -173,6 +173,12 @@ class SimulatedStrategy(BaseStrategy):
         if config is not None and not isinstance(config, DGCConfig):
             raise TypeError(
                 f"`config` must be a DGCConfig or None. Received: config={config!r}"
+            )
+        if config is not None and config.hierarchical:
+            raise ValueError(
+                "Simulated workers share no hosts: simulate as many workers as there "
+                "are hosts, with hierarchical=False. Received: "
+                f"hierarchical={config.hierarchical!r}"
             )
 
         self._workers = workers

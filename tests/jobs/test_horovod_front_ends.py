@@ -237,8 +237,8 @@ class HierarchyTest(parameterized.TestCase, tf.test.TestCase):
             between = [call for call in worker["calls"] if call[1] != node]
             if rank in (0, 2):
                 flags, (name, ranks, size) = between
-                # Of each node, whether its gradient is finite.
-                self.assertEqual(flags, ["allreduce", [0, 2], 2 * 4])
+                # Of each worker, whether its gradient is finite, and what it counts.
+                self.assertEqual(flags, ["allreduce", [0, 2], 4 * 3 * 4])
                 self.assertEqual((name, ranks), ("allgather", [0, 2]))
                 # 52 of 512 values, with their positions and the header.
                 self.assertLess(size, 6 * 52)

@@ -65,6 +65,17 @@ class InThisProcess(parameterized.TestCase, tf.test.TestCase):
             for found in run_workers(workers, grid.chosen):
                 self.assertEqual(isinstance(found, grid.Grid), yes)
 
+    def test_a_grid_that_cannot_be_is_told_once(self) -> None:
+        grid._tell_none.cache_clear()
+        with (
+            mock.patch.dict(os.environ, TF_DGC_GRID="on"),
+            self.assertLogs("tf_dgc", "WARNING") as logs,
+        ):
+            for _ in range(2):
+                run_workers(10, grid.chosen)
+        self.assertLen(logs.output, 1)
+        self.assertIn("TF_DGC_GRID=on changes nothing: 10 workers", logs.output[0])
+
     @parameterized.parameters(
         (1e-4, 1e-5, False), (5e-2, 1e-2, True), (5e-2, 4e-2, False)
     )

@@ -33,6 +33,7 @@ configs = st.builds(
     nonfinite=st.sampled_from(["raise", "skip"]),
     exchange=st.sampled_from(["auto", "allgather", "owners"]),
     growth=st.floats(0, exclude_min=True, allow_infinity=True),
+    hierarchical=st.sampled_from([False, True, "auto"]),
 ) | st.builds(
     DGCConfig,
     ratio=st.floats(1, 1e9),
@@ -50,6 +51,15 @@ class DGCConfigTest(tf.test.TestCase):
             message = str(caught.exception)
             self.assertStartsWith(message, f"`{name}` must be {rule}")
             self.assertIn(f"Received: {name}=", message)
+
+    def test_hosts_are_asked_for_by_three_words(self) -> None:
+        for value in (None, 1, 0, "yes", "True"):
+            rule = "one of (False, True, 'auto')"
+            self.assert_refused(ValueError, "hierarchical", value, rule)
+        for kind in (AveragingConfig, DownpourConfig):
+            for wanted in (True, "auto"):
+                with self.assertRaisesRegex(ValueError, "of hierarchical=False"):
+                    kind(compression=DGCConfig(hierarchical=wanted))
 
     def test_fractions_not_sent_lie_below_one(self) -> None:
         for value in (-0.1, 1.0, 1, 99.9, NAN, INF):
@@ -225,7 +235,8 @@ averagings = st.builds(
     synchronous_steps=st.integers(0, 10**6),
     outer_optimizer=st.none()
     | st.just({"class_name": "SGD", "config": {"learning_rate": 0.7}}),
-    compression=st.none() | configs.filter(lambda c: c.nonfinite == "raise"),
+    compression=st.none()
+    | configs.filter(lambda c: c.nonfinite == "raise" and not c.hierarchical),
     average_slots=st.booleans(),
     non_trainable=st.lists(st.text()).map(tuple),
 )

@@ -1,6 +1,7 @@
 """Tests of parameter averaging, with several workers as threads: law 6 and others."""
 
 import contextlib
+import logging
 import pathlib
 import tempfile
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from ledgers import exchange, flushed, only
 from loopback import OWNER, Loopback, Owner, outcomes, run_workers
 
 from tf_dgc import ParameterAveragingStrategy
+from tf_dgc.compression import arena
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import Averaging, Companions, Dense, Ledger
+from tf_dgc.exchanges import Averaging, Companions, Dense, Ledger, formats
 from tf_dgc.exchanges.averaged import settle
 from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.transports.local import LocalTransport
@@ -435,6 +437,18 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         compression = DGCConfig(exchange=exchange)
         config: Any = AveragingConfig(combine=combine, compression=compression)
         self.assertEqual((config.combine, config.compression.exchange), (found, kind))
+
+    @parameterized.parameters(("auto", 64, 1), ("mean", 64, 0), ("auto", 4, 0))
+    def test_that_owners_are_not_chosen_is_said(
+        self, combine: str, workers: int, lines: int
+    ) -> None:
+        over: Any = mock.Mock(rank=0, size=workers)
+        layout = arena.build([("t", [2**14, 2**12])])
+        config = DGCConfig(sparsity=0.999, exchange="allgather")
+        with self.assertLogs("tf_dgc", "INFO") as logs:
+            logging.getLogger("tf_dgc").info("so that there is a line")
+            formats.tell_gathered(config, layout, over, combine)
+        self.assertLen(logs.output, 1 + lines)
 
     @parameterized.parameters(
         (

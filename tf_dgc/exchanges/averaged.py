@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, averaging, values
 from tf_dgc.config import ADAPTIVE, AveragingConfig
-from tf_dgc.exchanges import applied
+from tf_dgc.exchanges import applied, formats
 from tf_dgc.exchanges.base import Apply, Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
@@ -546,6 +546,8 @@ class Averaging:
             siblings = [other.inner for other in place.siblings]
             beside = place._replace(siblings=siblings)
             inner = Compressed(beside, None, compression, combining=combining)
+            args = inner.config, inner.layout, place.transport
+            formats.tell_gathered(*args, self._config.combine)
         return Averaged(place, self._config, inner, companions, outer, self.loss)
 
 

@@ -118,7 +118,7 @@ class Exchange(abc.ABC):
         self.variables, self.owner = place.variables, place.owner
         self.forms = place.forms
         self.counters = Counters(place.clock)
-        self.replicas = Replicas(self.transport, place.interval, self.name)
+        self.replicas = Replicas(self.transport.everybody, place.interval, self.name)
 
     @property
     def clips(self) -> bool:

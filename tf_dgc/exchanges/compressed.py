@@ -235,7 +235,7 @@ class Compressed(Exchange):
             step = self.residual.step.read_value()
             number = formats.number_at(step, self._sums, self.config)
             if not any(self._sums[int(number or 0)].slots):
-                self.mode.steps.agree(self.transport)
+                self.mode.steps.agree(self.transport.everybody)
 
     def flush(self, variables: Sequence[Any], apply: Apply) -> None:
         """Apply, eagerly, what all workers keep back of variables; clear it."""
@@ -273,7 +273,8 @@ class Compressed(Exchange):
     def _agree(self, form: str) -> None:
         """Compare what is accumulated over the workers; begin alike with it."""
         with tf.init_scope():
-            handshake.agree(self.transport, "optimizers", {"accumulated": form})
+            everybody = self.transport.everybody
+            handshake.agree(everybody, "optimizers", {"accumulated": form})
             self._agree_on_slots()
 
 

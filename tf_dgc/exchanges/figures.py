@@ -132,6 +132,8 @@ class StepStats(NamedTuple):
 
     Bytes are those handed to the transport: messages with header and padding, densely
     reduced tensors, and what tells each worker's rows; the network's own framing not.
+    With `hierarchical` they are those between hosts, the same for all workers of a
+    host, where each takes part in a dense sum of all gradients, which is not counted.
 
     Attributes:
         sent_bytes: shape [], int64.

@@ -119,7 +119,7 @@ def refuse_without_all_to_all(config: DGCConfig, transport: Transport) -> DGCCon
     Raises:
         ValueError: it sends all rows to everybody, and owners are asked for.
     """
-    if type(transport).all_to_all is not Transport.all_to_all:
+    if type(transport.everybody).all_to_all is not Transport.all_to_all:
         return config
     if config.exchange == "owners":
         raise ValueError(
@@ -190,13 +190,14 @@ def within_budget(
         return config
     size = place.transport.size
     weights = [v.shape.num_elements() * v.dtype.size for v in place.variables]
-    rest = sum(weights[i] for i in small) + TOLD_BYTES * size
+    told = TOLD_BYTES * place.transport.everybody.size
+    rest = sum(weights[i] for i in small) + told
 
     def sent(sparsity: float) -> int:
         return cost(layout, sparsity, config, size).sent
 
     found = budget.settled(config, layout, rest, sum(weights), sent, place.part)
-    if place.transport.rank == 0:
+    if place.transport.everybody.rank == 0:
         _logger.info(
             "%s keeps to its budget by sparsity=%.6f, value_dtype=%s, warmup_steps=%d",
             place.name,
@@ -210,14 +211,35 @@ def within_budget(
 def tell(wire: sums.Wire, variables: Sequence[tf.Variable]) -> None:
     """Say how an exchange of variables begins."""
     tell_dense_stages(wire.config, wire.layout, wire.transport)
-    if wire.config.exchange == "owners" and wire.transport.rank == 0:
-        _logger.info(
-            "%s is summed by owners on %d workers", wire.name, wire.transport.size
-        )
+    if wire.config.exchange == "owners" and wire.transport.everybody.rank == 0:
+        _logger.info("%s is summed by owners on %s", wire.name, _told(wire.transport))
     tell_dense_types(wire.config, variables, wire.transport)
     if wire.layout.segments:
         stages = len(warmup.stages(wire.config))
         _logger.info("Compiling the exchange of %s: stages %d", wire.name, stages)
+
+
+def tell_gathered(
+    config: DGCConfig, layout: Layout, transport: Transport, combine: str
+) -> None:
+    """Say where owners would be chosen, but for means over those that sent.
+
+    Args:
+        config: of a round.
+        layout: of its arena.
+        transport: between the workers.
+        combine: see `AveragingConfig`.
+    """
+    wished = dataclasses.replace(config, exchange="auto")
+    wished = decided(wished, layout, transport.size)
+    if combine != "mean" and wished.exchange == "owners" and transport.rank == 0:
+        _logger.info(
+            "Changes go from everybody to everybody, as combine=%r may need to know "
+            "who has sent; with combine='mean' owners sum them, which takes less time "
+            "on %d workers",
+            combine,
+            transport.size,
+        )
 
 
 def tell_dense_stages(config: DGCConfig, layout: Layout, transport: Transport) -> None:
@@ -230,11 +252,11 @@ def tell_dense_stages(config: DGCConfig, layout: Layout, transport: Transport) -
         and layout.size
         and kind_at(layout, stage.sparsity, config, size) is sums.DenseSum
     ]
-    if found and transport.rank == 0:
+    if found and transport.everybody.rank == 0:
         _logger.warning(
-            "Exchanged densely, as messages would cost more on %d workers: the "
-            "stages of sparsity %s",
-            size,
+            "Exchanged densely, as messages would cost more on %s: the stages of "
+            "sparsity %s",
+            _told(transport),
             ", ".join(found),
         )
 
@@ -250,9 +272,15 @@ def tell_dense_types(
         if large and not arena.is_compressed(shape, v.dtype, least):
             count = elements.get(v.dtype.name, 0) + math.prod(shape)
             elements[v.dtype.name] = count
-    if elements and transport.rank == 0:
+    if elements and transport.everybody.rank == 0:
         _logger.warning(
             "Exchanged densely, as only %s are compressed: %s",
             ", ".join(dtype.name for dtype in arena.COMPRESSED_DTYPES),
             ", ".join(f"{n} elements of {name}" for name, n in elements.items()),
         )
+
+
+def _told(transport: Transport) -> str:
+    """Say how many exchange messages."""
+    unit = "workers" if transport.everybody is transport else "hosts"
+    return f"{transport.size} {unit}"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.exchanges import records, replicas
+from tf_dgc.exchanges import nodes, records, replicas
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.figures import (
     COUNTED,
@@ -139,6 +139,7 @@ class Ledger:
         if exchange.lockstep:
             exchange.replicas.compare(variables, 1)
         known = [shaped(g, v.shape) for g, v in zip(local, variables, strict=True)]
+        known, part = nodes.gradients(self.transport, known, exchange.name, part)
         update = exchange.gradients(known, taken_over, part)
         elements = sum(v.shape.num_elements() for v in variables)
         size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
@@ -189,7 +190,7 @@ class Ledger:
         )
         listed = {f"variable {i}": form for i, form in enumerate(place.forms)}
         listed["TF_DGC_CHECK_STEPS"] = str(self._interval)
-        handshake.agree(self.transport, "trained variables", listed)
+        handshake.agree(self.transport.everybody, "trained variables", listed)
         self.opened += 1
         exchange = self._make(place, taken_over)
         self.newest = None if exchange.lockstep else exchange
@@ -228,7 +229,8 @@ class Ledger:
             owners: only what is theirs; by default all there is.
             variables: with `owners`, also what trains only some of these.
         """
-        records.save(self.transport, path, self.records(owners, variables))
+        everybody = self.transport.everybody
+        records.save(everybody, path, self.records(owners, variables))
 
     def records(
         self, owners: Sequence[Any] | None = None, variables: Sequence[Any] = ()
@@ -248,7 +250,8 @@ class Ledger:
             for exchange in self.left(choice)
         ]
         waiting = [each for each in self._waiting if _meet(each.choice, choice)]
-        return found + [record for each in waiting for record in each.records]
+        found += [record for each in waiting for record in each.records]
+        return nodes.own_records(self.transport, found)
 
     def begin_anew(self, kept: Sequence[Record]) -> None:
         """Forget all owners; those to come take over these records, in their order."""
@@ -275,7 +278,7 @@ class Ledger:
         Raises:
             ValueError: the state is not of these variables; nothing was changed.
         """
-        found = records.load(self.transport, path)
+        found = records.load(self.transport.everybody, path)
         choice = None if owners is None else Choice(owners, variables)
         exchanges = self.left(choice)
         if len(found) < len(exchanges):
@@ -285,6 +288,7 @@ class Ledger:
             )
         for exchange, record in zip(exchanges, found, strict=False):
             _check(exchange, record)
+        found = nodes.joined(self.transport, found)
         for exchange, record in zip(exchanges, found, strict=False):
             exchange.load(record.arrays, record.step)
         others = [each for each in self._waiting if not _meet(each.choice, choice)]

@@ -23,6 +23,13 @@ class Ballot(NamedTuple):
     last: tf.Variable  # of all workers, in the last step; [N], float32
 
 
+class OfNode(NamedTuple):
+    """Rows of what the workers of a node tell, which have one gradient together."""
+
+    rows: tf.Tensor  # shape [workers, C], float32: see `row_of`; zero of other nodes
+    first: int  # rank of the first of them
+
+
 class Part(NamedTuple):
     """Weight of a worker's gradients g: the sum is of whole * w / (sum of w) * g."""
 
@@ -33,6 +40,10 @@ class Part(NamedTuple):
     witness: tf.Tensor | None = None
     components: Any = None  # shape [K], string: names of what these are of
     ballot: Ballot | None = None
+    of_node: OfNode | None = None  # where g is of several workers, who tell in there
+
+
+WEIGHT = 2  # place of the weight in a row
 
 
 class Told(NamedTuple):
@@ -72,23 +83,18 @@ def weighed_sum(
             workers have read; on all workers.
     """
     ballot = None if part is None else part.ballot
-    if ballot is not None:  # in the same number, which is whole without
-        nonfinite = tf.cast(nonfinite, tf.float32) + _STOPS * ballot.own.read_value()
-    own = [nonfinite] if part is None else [nonfinite, part.rate, part.weight]
     if part is not None:
-        gradients = _all_scaled(gradients, part.weight)
-    row = tf.stack([tf.cast(each, tf.float32) for each in own], axis=-1)
-    witness = None if part is None else part.witness
-    if witness is not None:
-        row = tf.concat([row, witness], axis=0)
-    # Not a product, in which what is not a number would take all seats.
-    vote = tf.where(seats[..., tf.newaxis] > 0, row[..., tf.newaxis, :], 0.0)
+        gradients = all_scaled(gradients, part.weight)
+    if part is None or part.of_node is None:
+        vote = seated(row_of(nonfinite, part), seats)
+    else:
+        vote = _with_nonfinite(part.of_node, nonfinite)
     found = sums.dense(transport, gradients, name, [vote], repeats)
     with tf.device("CPU:0"):  # what is done next depends on them
         votes, witnesses = found.votes[0], None
-        if witness is not None:
-            votes, witnesses = tf.split(votes, [len(own), -1], axis=-1)
-        flags, *others = tf.unstack(votes, len(own), axis=-1)
+        if part is not None and votes.shape[-1] > WEIGHT + 1:
+            votes, witnesses = tf.split(votes, [WEIGHT + 1, -1], axis=-1)
+        flags, *others = tf.unstack(votes, axis=-1)
         if ballot is not None:
             whole = tf.floor(flags)
             ballot.last.assign(tf.cast(flags > whole, tf.float32))
@@ -103,7 +109,44 @@ def weighed_sum(
             total = tf.reduce_sum(weights)
         share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
         factor = share * part.weight
-    return Told(_all_scaled(found.gradients, share), flags, factor, found.traffic)
+    return Told(all_scaled(found.gradients, share), flags, factor, found.traffic)
+
+
+def row_of(nonfinite: Any, part: Part | None) -> tf.Tensor:
+    """Return what a worker tells: shape [..., C], float32.
+
+    Args:
+        nonfinite: as in `weighed_sum`.
+        part: what its gradients count.
+
+    Returns:
+        What is not finite, with the vote on the end of training, learning rate, weight,
+        and the witness; without a part only the first.
+    """
+    if part is not None and part.ballot is not None:
+        # In the same number, which is whole without.
+        stops = _STOPS * part.ballot.own.read_value()
+        nonfinite = tf.cast(nonfinite, tf.float32) + stops
+    own = [nonfinite] if part is None else [nonfinite, part.rate, part.weight]
+    row = tf.stack([tf.cast(each, tf.float32) for each in own], axis=-1)
+    if part is not None and part.witness is not None:
+        row = tf.concat([row, part.witness], axis=0)
+    return row
+
+
+def seated(row: tf.Tensor, seats: tf.Tensor) -> tf.Tensor:
+    """Return a row in its place among zeros: [..., C] and [..., N] give [..., N, C]."""
+    # Not a product, in which what is not a number would take all seats.
+    return tf.where(seats[..., tf.newaxis] > 0, row[..., tf.newaxis, :], 0.0)
+
+
+def _with_nonfinite(node: OfNode, nonfinite: Any) -> tf.Tensor:
+    """Let the first worker of a node tell what only their sum has not finite."""
+    workers, columns = node.rows.shape
+    known = tf.reduce_any(tf.floor(node.rows[:, 0]) != 0)
+    more = tf.where(known, 0.0, tf.cast(nonfinite, tf.float32))
+    place = tf.one_hot(node.first, workers)[:, tf.newaxis] * tf.one_hot(0, columns)
+    return node.rows + more * place
 
 
 def refuse_other_data(witnesses: tf.Tensor, components: Any) -> tf.Tensor:
@@ -134,8 +177,8 @@ def refuse_other_data(witnesses: tf.Tensor, components: Any) -> tf.Tensor:
     return require(~tf.reduce_any(differs), told, summarize=-1)
 
 
-def _all_scaled(gradients: list[Any], scale: tf.Tensor) -> list[Any]:
-    """Multiply gradients, where that changes them."""
+def all_scaled(gradients: list[Any], scale: tf.Tensor) -> list[Any]:
+    """Return gradients multiplied by a scale, where that changes them."""
     dense = [g for g in gradients if isinstance(g, tf.Tensor)]
     if dense:
         with tf.device("CPU:0"):

@@ -29,6 +29,11 @@ PARTS = "parts of split layers"
 _MAX_ELEMENTS = 2**31  # of an array, as of an arena
 
 
+def adds_up(name: str) -> bool:
+    """Tell whether it is the sum over the workers of an array that is to stay."""
+    return name.split()[0] in OWED
+
+
 def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:
     """Write the records of all workers to a folder.
 
@@ -152,7 +157,7 @@ def shares(records: Sequence[Record], saved: int, size: int) -> list[Record]:
     return [
         record._replace(
             arrays={
-                name: total / (size if name.split()[0] in OWED else saved)
+                name: total / (size if adds_up(name) else saved)
                 for name, total in record.arrays.items()
             }
         )

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.compression import arena
 from tf_dgc.config import DGCConfig
-from tf_dgc.horovod.core import Means, Owner, transport
+from tf_dgc.horovod.core import Means, Owner, started
 from tf_dgc.transports.base import Transport
 
 
@@ -54,7 +54,7 @@ class DGCCompressor:
             )
         self.config = config
         with tf.init_scope():
-            self._exchange = Means(over or transport(), config)
+            self._exchange = Means(started(False, None, config, over), config)
         self._slots: list[tuple[Owner, _Form]] = []
         self._next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import EachStep, Ledger, Part, Update
+from tf_dgc.exchanges import EachStep, Ledger, Part, Update, nodes
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.base import TakenOver
 from tf_dgc.horovod.options import Terms
@@ -41,33 +41,46 @@ def hierarchical() -> HierarchicalTransport:
 
     Within a node, where the wire is fast, gradients are summed densely; between nodes
     one message of each is exchanged.
-
-    Raises:
-        ValueError: the nodes have different numbers of workers.
     """
     return HierarchicalTransport(transport())
 
 
-def started(between_nodes: bool, process_set: Any = None) -> Transport:
+@functools.cache
+def _between(wanted: bool | str, config: DGCConfig | None) -> Transport:
+    """Return what `DGCConfig.hierarchical` says; measured once for each config."""
+    return nodes.chosen(transport(), wanted, config)
+
+
+def started(
+    wanted: bool | str,
+    process_set: Any = None,
+    config: DGCConfig | None = None,
+    over: Transport | None = None,
+) -> Transport:
     """Return what carries tensors, from within a graph, too.
 
     Args:
-        between_nodes: by `hierarchical()`.
+        wanted: what `hierarchical` is where that of the config is False.
         process_set: of Horovod; a worker that is not in it is alone.
+        config: of the exchange.
+        over: a transport other than Horovod's.
 
     Raises:
-        ValueError: both are asked for.
+        ValueError: exchanges are to be hierarchical within a process set.
     """
+    wanted = wanted or getattr(config, "hierarchical", False)
     everybody = process_set is None or process_set.process_set_id == 0
-    if between_nodes and not everybody:
+    if wanted is True and not everybody:
         raise ValueError(
             "`hierarchical` must be False within a process set. Received: "
             f"hierarchical=True, process_set={process_set}"
         )
     with tf.init_scope():
+        if over is not None:
+            return nodes.chosen(over, wanted, config)
         if not everybody:
             return _within(process_set)
-        return hierarchical() if between_nodes else transport()
+        return _between(wanted, config) if wanted else transport()
 
 
 _sets: dict[int, Transport] = {}
@@ -217,9 +230,6 @@ class Means:
             self._agreed = True
         shares = [self._share(gradient) for gradient in local]
         shares, contexts = self._terms.compress(shares)
-        if self.mesh.voices is not self.everybody:
-            shares = [tf.convert_to_tensor(share) for share in shares]
-            shares = self.mesh.within_nodes(shares, "shares")
         found = self.ledger.gradients(owner, shares, variables, taken_over, part)
         if contexts is None:
             return found

@@ -28,7 +28,7 @@ def DistributedOptimizer(
     *,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
-    hierarchical: bool = False,
+    hierarchical: bool | str = False,
     local_layers: Any = None,
     over: Transport | None = None,
     **options: Any,
@@ -47,7 +47,7 @@ def DistributedOptimizer(
         backward_passes_per_step: gradients that are added up locally before they are
             exchanged; sets `gradient_accumulation_steps` of the optimizer.
         average_aggregated_gradients: exchange their mean, as Keras by itself would.
-        hierarchical: sum densely within a node, and exchange between nodes only.
+        hierarchical: see `DGCConfig`, where it may stand as well.
         local_layers: a layer, or some, whose weights are each worker's own.
         over: a transport other than Horovod's.
         options: Horovod's other keyword arguments; see `options.Options`.
@@ -59,9 +59,8 @@ def DistributedOptimizer(
         TypeError: an argument is of the wrong type.
         ValueError: the optimizer is distributed already, was made in the scope of a
             strategy, or accumulates by itself where `backward_passes_per_step` is
-            not 1; nodes with `hierarchical` differ in size; or an option cannot be
-            had. Settings that differ between workers are refused in the first
-            exchange, and so is `jit_compile`.
+            not 1; or an option cannot be had. Settings that differ between workers are
+            refused in the first exchange, and so is `jit_compile`.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
@@ -74,7 +73,7 @@ def DistributedOptimizer(
     _refuse_unsuited(outer)
     if backward_passes_per_step != 1:
         _accumulate(outer, backward_passes_per_step)
-    found = over or core.started(hierarchical, asked.process_set)
+    found = core.started(hierarchical, asked.process_set, config, over)
     exchange = _exchanges[outer] = Means(found, config, terms)
     local = LocalWeights(local_layers, asked.scale_local_gradients)
     for inner in _parts(outer):

@@ -32,7 +32,7 @@ class DistributedGradientTape:
         tape: tf.GradientTape,
         config: DGCConfig | None = None,
         *,
-        hierarchical: bool = False,
+        hierarchical: bool | str = False,
         local_layers: Any = None,
         over: Transport | None = None,
         **options: Any,
@@ -43,7 +43,7 @@ class DistributedGradientTape:
             tape: that has recorded, or will.
             config: of Deep Gradient Compression, the same in each step; None exchanges
                 everything.
-            hierarchical: sum densely within a node, and exchange between nodes only.
+            hierarchical: see `DGCConfig`, where it may stand as well.
             local_layers: a layer, or some, whose weights are each worker's own.
             over: a transport other than Horovod's.
             options: Horovod's other keyword arguments; see `options.Options`.
@@ -55,7 +55,7 @@ class DistributedGradientTape:
         self._tape = tape
         asked = Options(**options)
         config, terms = asked.resolve(config)
-        found = over or core.started(hierarchical, asked.process_set)
+        found = core.started(hierarchical, asked.process_set, config, over)
         self._local = LocalWeights(local_layers, asked.scale_local_gradients)
         self._owner, self._exchange = core.exchange_of_tapes(config, found, terms)
 

@@ -125,8 +125,9 @@ class Nodes(HierarchicalTransport):
 
     def __init__(self, wire: Wire) -> None:
         """Let all that a worker may do be done over the same wire."""
-        self.everybody = self._within = self._between = wire  # type: ignore[assignment]
+        self._everybody = self._within = self._between = wire
         self.rank, self.size, self.device = wire.rank, wire.size, wire.device
+        self.members, self.speaks = [[0], [1]], True
         with tf.device(self.device):
             self._zero = tf.Variable(tf.zeros([], tf.int64), trainable=False)
 

@@ -208,7 +208,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Raises:
             OSError, ValueError: a worker could not write; on all workers.
         """
-        records.save(self._ledger.transport, path, self.own_state(model))
+        everybody = self._ledger.transport.everybody
+        records.save(everybody, path, self.own_state(model))
 
     def own_state(self, model: keras.Model) -> list[Record]:
         """Return what `save_state` writes of this worker, eagerly; not collective.
@@ -239,7 +240,8 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if model is not None:
             self._build_for_parts(model)
         parts = self._parts_of(model)
-        arrays = split_files.load(self._ledger.transport, path, parts)
+        everybody = self._ledger.transport.everybody
+        arrays = split_files.load(everybody, path, parts)
         self._ledger.restore(path, *_trained_in(model))
         self._restored = True
         with self.scope():

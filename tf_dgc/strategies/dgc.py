@@ -1,9 +1,9 @@
 """The strategy of Deep Gradient Compression."""
 
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import EachStep
+from tf_dgc.exchanges import EachStep, nodes
 from tf_dgc.strategies.base import BaseStrategy
-from tf_dgc.transports import Transport, resolve
+from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
 
 
@@ -43,4 +43,8 @@ class DGCStrategy(BaseStrategy):
             raise TypeError(
                 f"`config` must be a DGCConfig. Received: config={config!r}"
             )
-        super().__init__(Mesh.over(resolve(transport)), config, EachStep(config))
+        among, wanted = Mesh.over(resolve(transport)).voices, config.hierarchical
+        # Before it is acted on, as it makes workers meet.
+        handshake.agree(among.everybody, "settings", {"hierarchical": wanted})
+        mesh = Mesh.of(nodes.chosen(among, wanted, config))
+        super().__init__(mesh, config, EachStep(config))

@@ -7,6 +7,7 @@ import abc
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -65,6 +66,18 @@ class Transport(abc.ABC):
     def alone(self) -> bool:
         """Tell whether there is no other process to agree with."""
         return self.size == 1
+
+    @property
+    def everybody(self) -> "Transport":
+        """Transport between all workers; another one where this is between some."""
+        return self
+
+    @property
+    def host(self) -> str:
+        """Name of this worker's host, the same for all workers there."""
+        if self.addresses:
+            return self.addresses[self.rank].rpartition(":")[0]
+        return socket.gethostname()
 
     @abc.abstractmethod
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -229,7 +242,7 @@ class Transport(abc.ABC):
 
         Returns:
             A transport in the group that this worker is of, whose ranks are places in
-            it; of none, that of a worker that is alone.
+            it; of none, or in one of its own, that of a worker that is alone.
 
         Raises:
             ValueError: this transport carries tensors between all workers only.

@@ -191,13 +191,13 @@ class CollectiveTransport(base.Transport):
         """
         numbers = [next(self._groups) for _ in parts]
         for number, ranks in zip(numbers, parts, strict=True):
-            if self.rank in ranks:
+            if self.rank in ranks and len(ranks) > 1:
                 other = copy.copy(self)
                 other.rank, other.size = list(ranks).index(self.rank), len(ranks)
                 other.addresses = [self.addresses[rank] for rank in ranks]
                 other._first_group = _FIRST_GROUP + number * _KINDS * len(_REDUCED)
                 return other
-        return LocalTransport()
+        return Bystander(self._turnstile)
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
@@ -310,3 +310,31 @@ class CollectiveTransport(base.Transport):
                 "ordering_token": [self._order.handle],
                 "communication_hint": self._hint,
             }
+
+
+class Bystander(LocalTransport):
+    """A worker in none of some groups: alone, it counts the others' calls as its own.
+
+    By how many calls they have made, workers tell whether they wait for one another.
+    """
+
+    def __init__(self, turnstile: Turnstile) -> None:
+        """Take what counts the calls."""
+        super().__init__()
+        self._turnstile = turnstile
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Return the tensors."""
+        return base.fuse(tensors, functools.partial(self._passed, name=name))
+
+    def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the tensor with a first axis of length 1."""
+        return self._passed(tensor, name)[tf.newaxis]
+
+    def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the tensor."""
+        return self._passed(tensor, name)
+
+    def _passed(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        with self._turnstile.entered(tensor, name) as leave:
+            return leave(tensor)

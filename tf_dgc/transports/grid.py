@@ -8,12 +8,13 @@ for all-to-all, where it is twice as much.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -30,40 +31,36 @@ _SLOW_SECONDS, _SHARE, _TRIALS = 1e-3, 0.7, 5
 
 
 class Grid(base.Transport):
-    """Another transport, whose small tensors go over rows and columns.
+    """Another transport, whose small tensors go over rows and columns."""
 
-    Attributes:
-        everybody: the other transport, between all workers.
-    """
-
-    def __init__(self, everybody: base.Transport) -> None:
+    def __init__(self, ring: base.Transport) -> None:
         """Make the groups; all workers call this.
 
         Args:
-            everybody: of N workers, which `sides` can arrange.
+            ring: the other transport, of N workers, which `sides` can arrange.
 
         Raises:
             ValueError: its workers make no grid, or it has no groups.
         """
-        rows, columns = sides(everybody.size)
+        rows, columns = sides(ring.size)
         if rows < LEAST_SIDE:
             raise ValueError(
                 f"A grid needs {LEAST_SIDE} rows and columns or more. Received: "
-                f"{everybody.size} workers, at most {rows} x {columns}"
+                f"{ring.size} workers, at most {rows} x {columns}"
             )
-        ranks = np.arange(everybody.size).reshape(rows, columns)
-        self._row = everybody.group(ranks.tolist())
-        self._column = everybody.group(ranks.T.tolist())
-        self.everybody, self.name = everybody, everybody.name
-        self.rank, self.size = everybody.rank, everybody.size
-        self.device, self.addresses = everybody.device, everybody.addresses
+        ranks = np.arange(ring.size).reshape(rows, columns)
+        self._row = ring.group(ranks.tolist())
+        self._column = ring.group(ranks.T.tolist())
+        self._ring, self.name = ring, ring.name
+        self.rank, self.size = ring.rank, ring.size
+        self.device, self.addresses = ring.device, ring.addresses
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum over rows, then these sums in their order; large tensors at once."""
         sizes = [(t.shape.num_elements() or 0) * t.dtype.size for t in tensors]
         known = all(tensor.shape.is_fully_defined() for tensor in tensors)
         if not known or sum(sizes) > MOST_BYTES:
-            return self.everybody.all_reduce(tensors, name)
+            return self._ring.all_reduce(tensors, name)
 
         def reduce(vector: tf.Tensor) -> tf.Tensor:
             (summed,) = self._row.all_reduce([vector], f"{name}.row")
@@ -89,13 +86,18 @@ class Grid(base.Transport):
         received = self._column.all_to_all(sent, f"{name}.column")
         return _reshaped(received, [self.size], 2)
 
+    @property
+    def host(self) -> str:
+        """Name of this worker's host."""
+        return self._ring.host
+
     def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
         """Return the other transport's group."""
-        return self.everybody.group(parts)
+        return self._ring.group(parts)
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
-        return self.everybody.at_end(batches)
+        return self._ring.at_end(batches)
 
 
 def _reshaped(tensor: tf.Tensor, first: list[int], replaced: int) -> tf.Tensor:
@@ -139,7 +141,11 @@ def chosen(everybody: base.Transport) -> base.Transport:
         ValueError: TF_DGC_GRID is wrong.
     """
     wanted = setting()
-    if wanted == "off" or sides(everybody.size)[0] < LEAST_SIDE:
+    if sides(everybody.size)[0] < LEAST_SIDE:
+        if wanted == "on" and everybody.rank == 0:
+            _tell_none(everybody.size)
+        return everybody
+    if wanted == "off":
         return everybody
     if wanted == "on":
         return Grid(everybody)
@@ -162,12 +168,29 @@ def chosen(everybody: base.Transport) -> base.Transport:
     return grid if pays else everybody
 
 
+@functools.cache
+def _tell_none(workers: int) -> None:
+    """Warn, once, that workers make no grid."""
+    _logger.warning(
+        "%s=on changes nothing: %d workers make no grid of %d rows and columns or "
+        "more, as 9, 12 or 16 do",
+        VARIABLE,
+        workers,
+        LEAST_SIDE,
+    )
+
+
 def _seconds(transport: base.Transport) -> float:
     """Return how long a few bytes take to everybody, after a first time."""
+    return seconds(lambda: transport.all_gather(tf.zeros([4]), "grid.trial"))
+
+
+def seconds(act: Callable[[], tf.Tensor]) -> float:
+    """Return how long something takes whose outcome is a tensor, after a first time."""
 
     def once() -> float:
         begin = time.perf_counter()
-        transport.all_gather(tf.zeros([4]), "grid.trial").numpy()
+        act().numpy()
         return time.perf_counter() - begin
 
     once()

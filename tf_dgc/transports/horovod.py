@@ -128,6 +128,11 @@ class HorovodTransport(base.Transport):
             self._world = tf.Variable(0, trainable=False, name="tf_dgc_world")
         self._begin()
 
+    @property
+    def host(self) -> str:
+        """Name of this worker's host, by which horovodrun knows it."""
+        return os.environ.get("HOROVOD_HOSTNAME") or super().host
+
     def _begin(self) -> None:
         import horovod.tensorflow as hvd
 
@@ -190,6 +195,8 @@ class HorovodTransport(base.Transport):
 
         found: base.Transport = LocalTransport()
         for ranks in parts:
+            if len(ranks) == 1:
+                continue
             if len(ranks) == hvd.size():  # which cannot be added again
                 among = hvd.global_process_set
             else:

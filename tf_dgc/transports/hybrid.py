@@ -3,7 +3,6 @@
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import tensorflow as tf
 
@@ -47,21 +46,26 @@ class HybridTransport(base.Transport):
             else ""
         )
         addresses = rendezvous.exchange_addresses(rank, size, obstacle, timeout)
-        self._dense = CollectiveTransport(addresses, rank, timeout=timeout)
-        self._sparse = HorovodTransport(timeout=timeout)
+        dense = CollectiveTransport(addresses, rank, timeout=timeout)
+        self._dense: base.Transport = dense
+        self._sparse: base.Transport = HorovodTransport(timeout=timeout)
         self.timeout, self.rank, self.size = timeout, rank, size
         self.device, self.addresses = self._dense.device, addresses
 
     def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
         """Return the same in the group of which this worker is one."""
-        dense, sparse = self._dense.group(parts), self._sparse.group(parts)
-        if not isinstance(dense, CollectiveTransport):
-            return dense  # of a worker that is alone
         other = copy.copy(self)
-        other._dense, other._sparse = dense, cast(HorovodTransport, sparse)
-        other.rank, other.size = dense.rank, dense.size
-        other.addresses = dense.addresses
+        other._dense, other._sparse = (
+            each.group(parts) for each in (self._dense, self._sparse)
+        )
+        other.rank, other.size = other._dense.rank, other._dense.size
+        other.addresses = other._dense.addresses
         return other
+
+    @property
+    def host(self) -> str:
+        """Name of this worker's host."""
+        return self._sparse.host
 
     @contextlib.contextmanager
     def at_end(self, batches: int) -> Iterator[None]:

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc.transports import base, grid
-from tf_dgc.transports.horovod import HorovodTransport
+from tf_dgc.transports import base, grid, handshake
 
 
 class Mesh(NamedTuple):
@@ -28,9 +27,7 @@ class Mesh(NamedTuple):
     @classmethod
     def of(cls, transport: base.Transport) -> "Mesh":
         """Return that of workers that each compute a gradient."""
-        if isinstance(transport, HierarchicalTransport):
-            return cls(transport.everybody, transport, transport.everybody.size)
-        return cls(transport, transport, transport.size)
+        return cls(transport.everybody, transport, transport.everybody.size)
 
     @classmethod
     def over(cls, transport: base.Transport) -> "Mesh":
@@ -39,11 +36,11 @@ class Mesh(NamedTuple):
             return cls.of(transport)
         return cls.of(grid.chosen(transport))
 
-    def within_nodes(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Sum what the workers of a node hold, where they have one voice together."""
-        if isinstance(self.voices, HierarchicalTransport):
-            return self.voices.reduce(tensors, name)
-        return list(tensors)
+
+def hosts_of(everybody: base.Transport) -> list[str]:
+    """Return the names of all workers' hosts, by rank; all workers call this."""
+    told = handshake.tell(everybody, "host", {"host": everybody.host})
+    return [str(each.get("host")) for each in told]
 
 
 class HierarchicalTransport(base.Transport):
@@ -54,47 +51,46 @@ class HierarchicalTransport(base.Transport):
     makes tensors the same within a node.
 
     Attributes:
-        everybody: the transport among all workers.
+        hosts: name of each node.
+        members: ranks of the workers of each node.
+        speaks: whether this is the first worker of its node.
     """
 
     name = "hierarchical"
 
-    def __init__(self, everybody: HorovodTransport) -> None:
-        """Make a process set of each node, and one of their first workers.
+    def __init__(
+        self, everybody: base.Transport, hosts: Sequence[str] | None = None
+    ) -> None:
+        """Make a group of each node, and one of their first workers.
 
         Args:
             everybody: of workers on several nodes.
+            hosts: the node of each worker, by rank; by default its host.
 
         Raises:
-            ValueError: the nodes have different numbers of workers, or process sets
-                cannot be added.
+            ValueError: there can be no groups.
         """
-        import horovod.tensorflow as hvd
-
-        if not hvd.is_homogeneous():
-            raise ValueError(
-                "hierarchical=True needs as many workers on each node. Received: "
-                f"{hvd.local_size()} workers on the node of rank {hvd.rank()}, "
-                f"{hvd.size()} in all"
-            )
-        self.everybody = everybody
-        self.rank, self.size = hvd.cross_rank(), hvd.cross_size()
-        self.device = everybody.device
-        node = everybody.all_gather(tf.constant(self.rank), "nodes").numpy().tolist()
-        if set(node) != set(range(self.size)):
-            raise ValueError(
-                f"Each worker must be on one of {self.size} nodes. Received: {node}"
-            )
-        members = [
-            [rank for rank, own in enumerate(node) if own == each]
-            for each in range(self.size)
+        names = hosts_of(everybody) if hosts is None else hosts
+        self.hosts = list(dict.fromkeys(names))
+        self.members = [
+            [rank for rank, name in enumerate(names) if name == host]
+            for host in self.hosts
         ]
-        firsts = [ranks[0] for ranks in members]
-        self._within, between = everybody.group(members), everybody.group([firsts])
-        self._between = between if everybody.rank in firsts else None
+        firsts = [ranks[0] for ranks in self.members]
+        self._everybody, self.device = everybody, everybody.device
+        self.rank = self.hosts.index(names[everybody.rank])
+        self.size = len(self.hosts)
+        self.speaks = everybody.rank in firsts
+        self._within = everybody.group(self.members)
+        self._between = everybody.group([firsts])
         with tf.init_scope(), tf.device(self.device):
             zero = tf.zeros([], tf.int64)
             self._zero = tf.Variable(zero, trainable=False, name="tf_dgc_zero")
+
+    @property
+    def everybody(self) -> base.Transport:
+        """Transport between all workers."""
+        return self._everybody
 
     def reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum tensors over the workers of this node; see `all_reduce`."""
@@ -102,25 +98,18 @@ class HierarchicalTransport(base.Transport):
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum tensors, which all workers of a node hold, over the nodes."""
-        if self._between is not None:
-            tensors = self._between.all_reduce(tensors, name)
-        return self._pass_on(tensors, name)
+        return self._pass_on(self._between.all_reduce(tensors, name), name)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Gather a tensor, which all workers of a node hold, from each node."""
-        if self._between is None:
-            gathered = tf.tile(
-                tensor[tf.newaxis], [self.size] + [1] * tensor.shape.rank
-            )
-        else:
-            gathered = self._between.all_gather(tensor, name)
+        gathered = self._between.all_gather(tensor, name)
+        if not self.speaks:
+            gathered = tf.tile(gathered, [self.size] + [1] * tensor.shape.rank)
         return self._pass_on([gathered], name)[0]
 
     def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send each node a row of a tensor, which all workers of a node hold."""
-        if self._between is not None:
-            tensor = self._between.all_to_all(tensor, name)
-        return self._pass_on([tensor], name)[0]
+        return self._pass_on([self._between.all_to_all(tensor, name)], name)[0]
 
     def _pass_on(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Give the first worker's tensors to all workers of the node.
@@ -129,8 +118,7 @@ class HierarchicalTransport(base.Transport):
         whose result nobody uses is left out of a graph, while others wait for it.
         """
         words = [base.to_words(tensor) for tensor in tensors]
-        first = tf.cast(self._between is not None, tf.int64)
-        share = first + self._zero.read_value()
+        share = tf.cast(self.speaks, tf.int64) + self._zero.read_value()
         summed = self._within.all_reduce(
             [share * word for word in words], f"{name}.node"
         )
