@@ -178,7 +178,12 @@ class Shared:
         return self._oracle.trials[trial_id]
 
     def end_trial(self, trial: Any) -> None:
-        """Report that a trial has ended, on all workers alike."""
+        """Report that a trial has ended, on all workers alike.
+
+        A worker that has lost the others reports nothing: the trial goes to others.
+        """
+        if self._transport.size > 1:
+            self._transport.barrier()
         folder = self._tuner.get_trial_dir(trial.trial_id)
         if self._decider is not None and not self._decides:
             if trial.status == "COMPLETED":
