@@ -9,14 +9,16 @@ Axes: N workers, T variables.
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.transports import base
 from tf_dgc.transports.base import Transport
 from tf_dgc.values import SELDOM, first_true, require
 
@@ -59,7 +61,25 @@ def checksums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _partial_sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    return [_sums(tensor) for tensor in tensors]
+    return [_of_form(_sums, 1, *_form(tensor))(tensor) for tensor in tensors]
+
+
+def _form(tensor: tf.Tensor) -> tuple[tuple[int, ...], tf.DType]:
+    return tuple(tensor.shape.as_list()), tensor.dtype
+
+
+@functools.cache
+def _of_form(
+    function: Callable[..., Any], count: int, shape: tuple[int, ...], dtype: tf.DType
+) -> Callable[..., Any]:
+    """Return a function of tensors, which graphs hold once for all of this form.
+
+    TensorFlow optimizes what graphs hold, and networks have many tensors of few forms.
+    """
+    with tf.init_scope():
+        specs = [tf.TensorSpec(shape, dtype)] * count
+        found: Callable[..., Any] = _host.tensorflow.not_inlined(function, specs)
+        return found
 
 
 def _sums(tensor: tf.Tensor) -> tf.Tensor:
@@ -127,7 +147,11 @@ class Replicas:
         """Take over rank 0's variables, where all are close to them."""
         own = [tf.convert_to_tensor(variable) for variable in variables]
         first = self._of_first(own)
-        far = tf.stack([_is_far(*pair) for pair in zip(own, first, strict=True)])
+        far = [
+            _of_form(_is_far, 2, *_form(pair[0]))(*pair)
+            for pair in zip(own, first, strict=True)
+        ]
+        far = tf.stack(far)
         told = self._transport.all_gather(tf.cast(far, tf.int32), f"{self._name}.far")
         close = _refuse(told, step, [variable.name for variable in variables])
         with tf.control_dependencies([close]):
@@ -149,12 +173,9 @@ class Replicas:
         name = f"{self._name}.of_first"
         joined = self._transport.broadcast(flat, name)
         for places, whole in zip(by_type.values(), joined, strict=True):
-            begin = 0
-            for i in places:
-                shape = tensors[i].shape
-                end = begin + shape.num_elements()
-                found[i] = tf.reshape(whole[begin:end], shape)
-                begin = end
+            sizes = [tensors[i].shape.num_elements() for i in places]
+            for i, part in zip(places, base.parts(whole, sizes), strict=True):
+                found[i] = tf.reshape(part, tensors[i].shape)
         return found
 
     def _tell(self) -> np.bool_:
@@ -177,8 +198,9 @@ def _is_far(own: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
     scale = tf.reduce_max(tf.abs(tf.cast(first, wide)))
     bits = {tf.float16: 10, tf.bfloat16: 7, tf.float64: 52}.get(own.dtype, 23)
     units = tf.constant(_UNITS * 2.0**-bits, wide)
-    # What is not a number is not close.
-    return ~(tf.reduce_max(difference) <= units * scale)
+    # What is not a number is not close. Said so: graphs turn ~(a <= b) into a > b.
+    strange = tf.reduce_any(~tf.math.is_finite(difference))
+    return strange | (tf.reduce_max(difference) > units * scale)
 
 
 def _refuse(found: tf.Tensor, step: tf.Tensor, names: list[str]) -> tf.Tensor:

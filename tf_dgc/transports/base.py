@@ -303,8 +303,9 @@ def fuse(
         joined = flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)
         total = reduce(joined)
         total.set_shape(joined.shape)
-        parts = [total] if len(flat) == 1 else _split(total, flat)
-        for i, part in zip(indices, parts, strict=True):
+        known = all(part.shape.is_fully_defined() for part in flat)
+        sizes = [part.shape[0] if known else tf.size(part) for part in flat]
+        for i, part in zip(indices, parts(total, sizes), strict=True):
             shape = tensors[i].shape
             # Where it is known, the sum does not depend on this worker's own tensor.
             form = shape if shape.is_fully_defined() else tf.shape(tensors[i])
@@ -314,10 +315,10 @@ def fuse(
     return results
 
 
-def _split(total: tf.Tensor, flat: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the parts of a vector that are as long as others."""
-    known = all(part.shape.is_fully_defined() for part in flat)
-    sizes = [part.shape[0] if known else tf.size(part) for part in flat]
+def parts(total: tf.Tensor, sizes: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the parts of a vector, of so many elements each."""
+    if len(sizes) == 1:
+        return [total]
     if total.dtype != tf.int64:  # which has no such kernel on GPUs
         return list(tf.split(total, sizes))
     ends = tf.cumsum(sizes)
