@@ -18,6 +18,7 @@ what each host sends (half of a round trip) and a loss. A row is METHOD/TRANSPOR
                exchanged
     averaging  fit only: parameters are averaged every 16 steps
     split      fit only: each worker trains a part of each layer, and activations travel
+    auto       fit only: what AutoStrategy has chosen of dense and dgc, which is named
 
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
 step, and the bytes at the workers' interfaces. Runs that are there are not repeated, so
@@ -52,7 +53,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 METHODS = {
     "exchange": ("dense", "dgc", "alone"),
-    "fit": ("dense", "dgc", "averaging", "split"),
+    "fit": ("dense", "dgc", "averaging", "split", "auto"),
 }
 TRANSPORTS = ("collective", "horovod", "hybrid")
 ROWS = {
@@ -199,6 +200,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "averaging": lambda: tf_dgc.ParameterAveragingStrategy(
             averaging, transport=args.transport
         ),
+        "auto": lambda: tf_dgc.AutoStrategy(dgc=config, transport=args.transport),
     }[method]()
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -237,6 +239,8 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     result["uncompressed"] = 4 * sum(v.shape[0] for v in vectors)
     sizes = [args.width * 9 // 4, args.width, args.width, CLASSES]
     result["elements"] = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
+    if method == "auto":
+        result["choice"], _, result["reason"] = strategy.choice
     if method == "split":
         workers = strategy.num_replicas_in_sync
         result["activations"] = activations(workers, args.batch_size, args.width)
@@ -434,7 +438,8 @@ def expected_bytes(result: dict[str, Any]) -> float:
     ring all-gather passes all messages but one on: (N - 1) M.
     """
     workers, size = result["hosts"], result["stats_sent"]
-    dense = size if result["method"] != "dgc" else result["uncompressed"]
+    method = result.get("choice", result["method"])
+    dense = size if method != "dgc" else result["uncompressed"]
     gathered = size - dense
     if result["method"] == "alone":
         return 0.0
@@ -463,7 +468,10 @@ def report(folder: pathlib.Path) -> None:
         named = dict(zip(KEYS, key, strict=True))
         seconds = [s for run in runs for s in run["seconds"]]
         cells = [named["task"], named["hosts"], named["rate"]]
-        cells += [f"{named['method']}/{named['transport']}", f"{medians[key]:.4g}"]
+        row = f"{named['method']}/{named['transport']}"
+        if choices := {run["choice"] for run in runs if "choice" in run}:
+            row += f" ({', '.join(sorted(choices))})"
+        cells += [row, f"{medians[key]:.4g}"]
         cells += [f"{min(seconds):.4g} to {max(seconds):.4g}", len(seconds)]
         for transport in ("collective", "horovod"):
             other = named | {"method": "dense", "transport": transport}
@@ -487,7 +495,7 @@ def compare(args: argparse.Namespace) -> tuple[list[str], int]:
     bandwidth and latency, and steps, by the slowest.
     """
     from tf_dgc import DGCConfig
-    from tf_dgc.lab import costs
+    from tf_dgc.prediction import costs
 
     config, weights = DGCConfig(sparsity=SPARSITY), alexnet(args.width).weights
     tensors = costs.tensors_of(weights, config)
@@ -512,15 +520,20 @@ def compare(args: argparse.Namespace) -> tuple[list[str], int]:
             runs = [
                 file_of(args, run, rate, hosts, transport, method) for run in args.runs
             ]
-            seconds: list[float] = []
+            seconds, title = [], row
             for file in filter(pathlib.Path.exists, runs):
-                seconds += json.loads(file.read_text())["seconds"]
+                result = json.loads(file.read_text())
+                seconds += result["seconds"]
+                if "choice" in result:
+                    method = result["choice"]
+                    title = f"{method}, chosen by {row}"
+                    print(f"{hosts} at {rate}: {result['reason']}")
             if not seconds:
                 continue
             found = predicted[{"dgc": "DGC"}.get(method, method)].seconds
             real = statistics.median(seconds)
             cells = f"{found:.4g} | {real:.4g} | {found / real:.2f}"
-            lines.append(f"| {hosts} | {rate} | {row} | {cells} |")
+            lines.append(f"| {hosts} | {rate} | {title} | {cells} |")
     return lines, failed
 
 

@@ -17,6 +17,7 @@ if _typing.TYPE_CHECKING:
     from tf_dgc.launcher.function import launch
     from tf_dgc.layers import joined, split_dense
     from tf_dgc.strategies import (
+        AutoStrategy,
         DenseStrategy,
         DGCStrategy,
         DownpourStrategy,
@@ -24,6 +25,7 @@ if _typing.TYPE_CHECKING:
     )
 
 __all__ = [
+    "AutoStrategy",
     "AveragingConfig",
     "DGCConfig",
     "DGCStrategy",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _ORIGINS = {
+    "AutoStrategy": "strategies",
     "AveragingConfig": "config",
     "DGCConfig": "config",
     "DGCStrategy": "strategies",

@@ -6,7 +6,7 @@ python -m tf_dgc.advise --model module:function --workers 4 16 --bandwidth 1gbit
 import sys
 
 from tf_dgc.lab.advise import main
-from tf_dgc.lab.costs import Network, Prediction, choose, predict
+from tf_dgc.prediction.costs import Network, Prediction, choose, predict
 
 __all__ = ["Network", "Prediction", "choose", "main", "predict"]
 

@@ -18,6 +18,7 @@ PAPER: dict[str, Any] = {
     "value_dtype": "float32",
     "momentum_masking": True,
 }
+ALLOWED = ("dense", "dgc", "averaging")
 ADAPTIVE = "adaptive"
 COMBINATIONS = ("auto", "mean", "senders")
 _NOT_HIERARCHICAL = "of hierarchical=False: each worker has steps of its own"
@@ -500,6 +501,55 @@ class DownpourConfig(_Settings):
         """Return the settings as plain values, fit for JSON."""
         compression = self.compression and self.compression.get_config()
         return dataclasses.asdict(self) | {"compression": compression}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoConfig(_Settings):
+    """Settings of a strategy that chooses itself.
+
+    Attributes:
+        allow: what it may choose: "dense", "dgc" and "averaging", any of them. It looks
+            at them in this order: where two differ by less than 5%, it takes the first.
+        dgc: a DGCConfig; None for a budget of 1/50 of the bytes where the number of
+            steps is known, and for `DGCConfig()` elsewhere. A budget without
+            `total_steps` gets those of the first `fit`. An `exchange` of "auto" becomes
+            what is predicted to be faster.
+        averaging: an AveragingConfig; None for `AveragingConfig()`.
+
+    Raises:
+        ValueError: a value is out of its range.
+        TypeError: a value is of the wrong type.
+    """
+
+    allow: tuple[str, ...] = ("dense", "dgc")
+    dgc: DGCConfig | None = None
+    averaging: AveragingConfig | None = None
+
+    def __post_init__(self) -> None:
+        allow: Any = self.allow
+        if isinstance(allow, str) or not isinstance(allow, Iterable):
+            raise TypeError(_message("allow", "a sequence of names", self))
+        names = list(allow)
+        if not names or any(name not in ALLOWED for name in names):
+            raise ValueError(_message("allow", f"one or more of {ALLOWED}", self))
+        self._set("allow", tuple(name for name in ALLOWED if name in names))
+        for name, kind in (("dgc", DGCConfig), ("averaging", AveragingConfig)):
+            value: Any = getattr(self, name)
+            if isinstance(value, Mapping):
+                self._set(name, kind.from_config(value))
+            elif not (value is None or isinstance(value, kind)):
+                raise TypeError(_message(name, f"a {kind.__name__} or None", self))
+        if self.dgc and self.dgc.nonfinite != "raise":
+            rule = "of nonfinite='raise', as what is chosen comes after the optimizer"
+            raise ValueError(_message("dgc", rule, self))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings as plain values, fit for JSON."""
+        return {
+            "allow": list(self.allow),
+            "dgc": self.dgc and self.dgc.get_config(),
+            "averaging": self.averaging and self.averaging.get_config(),
+        }
 
 
 def _of_rounds(compression: DGCConfig) -> DGCConfig:

@@ -22,8 +22,11 @@ from tf_dgc.compression import dgc
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import Dense, Ledger, Part, formats
 from tf_dgc.exchanges.owner_sum import OwnerSum
-from tf_dgc.lab import advise, costs, measure, rates
-from tf_dgc.lab.costs import (
+from tf_dgc.lab import advise, measure, rates
+from tf_dgc.lab.splitting import Chain, Split, split_of
+from tf_dgc.layers import ways
+from tf_dgc.prediction import costs
+from tf_dgc.prediction.costs import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -31,8 +34,6 @@ from tf_dgc.lab.costs import (
     Network,
     Prediction,
 )
-from tf_dgc.lab.splitting import Chain, Split, split_of
-from tf_dgc.layers import ways
 from tf_dgc.strategies import witness
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.transports.sums import GatherSum

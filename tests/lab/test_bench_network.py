@@ -33,6 +33,8 @@ class SumsTest(unittest.TestCase):
             ("averaging", {"stats_sent": 40}, 60),
             ("dgc", {"stats_sent": 10}, 30),  # 3 * 10
             ("dgc", {"stats_sent": 10, "uncompressed": 4}, 24),  # 6 + 3 * 6
+            ("auto", {"choice": "dgc", "stats_sent": 10}, 30),
+            ("auto", {"choice": "dense"}, 600),
             ("alone", {}, 0),
             ("split", {"stats_sent": 40, "activations": 7}, 67),
         ):

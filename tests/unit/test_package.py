@@ -39,6 +39,7 @@ ROOMS = (
     "search",
     "servers",
     "exchanges",
+    "prediction",
     "optimizers",
     "step",
     "strategies",
@@ -134,6 +135,7 @@ class SurfaceTest(tf.test.TestCase):
         self.assertEqual(
             tf_dgc.__all__,
             [
+                "AutoStrategy",
                 "AveragingConfig",
                 "DGCConfig",
                 "DGCStrategy",

@@ -67,6 +67,7 @@ print(json.dumps([__name__, __file__, sys.argv, sys.path[0], beside.NAME, same])
         averaging = {"period": 3, "compression": {"sparsity": 0.5}}
         for chosen, kind, expected in (
             (settings.Settings("dense", {}), "DenseStrategy", None),
+            (settings.Settings("auto", {"allow": ["dgc"]}), "AutoStrategy", None),
             (
                 settings.Settings("dgc", {"sparsity": 0.5}),
                 "DGCStrategy",
@@ -184,6 +185,17 @@ class SettingsTest(tf.test.TestCase):
         found = settings.read("dgc", 0.5, str(path))
         self.assertEqual(found.record(), tf_dgc.DGCConfig(sparsity=0.5, warmup_steps=7))
         self.assertEqual(settings.of_text(found.text()), found)
+
+    def test_a_strategy_that_chooses_itself_has_settings_of_what_it_may_choose(
+        self,
+    ) -> None:
+        path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "c.json"
+        path.write_text(json.dumps({"allow": ["dgc"], "dgc": {"min_elements": 1}}))
+        found = settings.read("auto", 0.5, str(path)).record()
+        self.assertEqual(found.allow, ("dgc",))
+        self.assertEqual(found.dgc, tf_dgc.DGCConfig(sparsity=0.5, min_elements=1))
+        with self.assertRaisesRegex(ValueError, "`allow` must be one or more of"):
+            settings.Settings("auto", {"allow": ["fast"]})
 
     def test_what_is_averaged_may_be_compressed(self) -> None:
         path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "c.json"

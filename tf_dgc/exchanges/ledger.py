@@ -104,6 +104,10 @@ class Ledger:
         self._clock = Clock()
         self._interval = replicas.default_interval()
 
+    def decide(self, make: Make) -> None:
+        """Let exchanges be made by another maker, before there is any."""
+        self._make, self.lockstep = make, make.lockstep
+
     @property
     def untouched(self) -> bool:
         """Tell whether no exchange was opened yet, and none restored."""

@@ -26,6 +26,8 @@ class Record(NamedTuple):
 OWED = ("residual", "velocity")
 # First of the variables of the account of what each worker has a part of.
 PARTS = "parts of split layers"
+# First of the variables of an account of what a strategy has chosen; a text follows.
+CHOICE = "choice of a strategy"
 _MAX_ELEMENTS = 2**31  # of an array, as of an arena
 
 
@@ -113,7 +115,7 @@ def load(transport: Transport, path: Any) -> list[Record]:
     accounts = {
         i: account
         for i, account in enumerate(manifest["accounts"])
-        if account["variables"][:1] != [PARTS]
+        if account["variables"][:1] not in ([PARTS], [CHOICE])
     }
     parts = together(
         transport,

@@ -56,7 +56,8 @@ import keras
 from tf_dgc.config import PAPER, AveragingConfig, DGCConfig
 from tf_dgc.exchanges.formats import message_format
 from tf_dgc.lab import rates
-from tf_dgc.lab.costs import (
+from tf_dgc.lab.measure import ModelError, measure
+from tf_dgc.prediction.costs import (
     Measured,
     Network,
     Prediction,
@@ -64,7 +65,6 @@ from tf_dgc.lab.costs import (
     choose,
     predict,
 )
-from tf_dgc.lab.measure import ModelError, measure
 from tf_dgc.transports import grid
 
 STRATEGIES = ("dense", "DGC", "averaging")

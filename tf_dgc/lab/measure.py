@@ -14,12 +14,11 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.compression import dgc, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import inplace
-from tf_dgc.lab.costs import Measured, Tensors, tensors_of
 from tf_dgc.lab.splitting import split_of
+from tf_dgc.prediction.calibration import Messages
+from tf_dgc.prediction.costs import Measured, Tensors, tensors_of
 from tf_dgc.strategies import (
     BaseStrategy,
     DenseStrategy,
@@ -27,7 +26,6 @@ from tf_dgc.strategies import (
     ParameterAveragingStrategy,
 )
 from tf_dgc.transports.base import default_device
-from tf_dgc.transports.sums import receive
 
 _MESSAGES = 8  # over which reading and adding is measured
 _WARMUP = 2  # steps that are not timed
@@ -151,41 +149,16 @@ def measure_message(
     layout: Layout, config: DGCConfig, repeats: int, meet: Callable[[], None] = _go_on
 ) -> float:
     """Measure the seconds that it takes to read one message more, and to add it."""
-    slots = sum(selection.slots_per_segment(layout, config.sparsity))
-    begins = [segment.offset for segment in layout.segments]
-    form = message.make_format(slots, layout.size, config.value_dtype, begins)
     if not layout.size or config.sparsity == 0:
         return 0.0
-    with tf.device(default_device()):
-        total = tf.Variable(tf.zeros([layout.size]))
-
-    @tf.function(autograph=False)
-    def write(seed: tf.Tensor) -> tf.Tensor:
-        residual = tf.random.stateless_normal([layout.size], [1, seed])
-        return dgc.send(
-            residual,
-            selection.peaks(residual),
-            forms=[form],
-            layout=layout,
-            sparsities=[config.sparsity],
-            config=config,
-            step=tf.zeros([], tf.int64),
-        )
-
-    @tf.function(autograph=False)
-    def add(messages: tf.Tensor) -> tf.Tensor:
-        found = receive(form, messages)
-        args = total, found.positions, found.values
-        inplace.update(total.device, selection.densify, *args)
-        return total[0]  # to wait for
-
-    messages = tf.stack([write(tf.constant(i)) for i in range(_MESSAGES + 1)])
+    own = Messages(layout, config, default_device())
+    messages = tf.stack([own.write(i) for i in range(_MESSAGES + 1)])
 
     def median(messages: tf.Tensor) -> float:
         ends = []
         for _ in range(_WARMUP + repeats):
             meet()
-            add(messages).numpy()
+            own.read(messages).numpy()
             ends.append(time.perf_counter())
         return _median(ends[_WARMUP - 1 :])
 

@@ -77,8 +77,8 @@ def launch(
             what it refers to; what this process has done before is not on the workers.
         n: number of workers; with `hosts` it may be left out.
         args: of the function, the same for all workers.
-        strategy: "dense", "dgc" or "averaging", which is set before; None where the
-            function makes its own.
+        strategy: "auto", "dense", "dgc" or "averaging", which is set before; None
+            where the function makes its own.
         hosts: "a:2,b:2", to be reached by ssh, with the same Python; they must share
             this process's current folder.
         config: of the strategy: `DGCConfig(...)`, or a dictionary of its settings.

@@ -108,9 +108,12 @@ def set_strategy(chosen: settings.Settings) -> None:
     startup = importlib.import_module("tf_dgc._host.startup")
     random.seed(chosen.seed)
     importlib.import_module("numpy").random.seed(chosen.seed)
-    record = chosen.record()
+    record: Any = chosen.record()
 
     def make() -> Any:
+        if chosen.strategy == "auto":
+            own = {"dgc": record.dgc, "averaging": record.averaging}
+            return strategies.AutoStrategy(record.allow, **own)
         if chosen.strategy == "dense":
             return strategies.DenseStrategy()
         if chosen.strategy == "dgc":

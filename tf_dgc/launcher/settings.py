@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
+from tf_dgc.config import AutoConfig, AveragingConfig, DGCConfig, DownpourConfig
 
 NO_STRATEGY = "-"  # in the place of settings: the script makes its strategy itself
-STRATEGIES = ("dense", "dgc", "averaging", "downpour")
+STRATEGIES = ("auto", "dense", "dgc", "averaging", "downpour")
+_Record = AutoConfig | DGCConfig | AveragingConfig | DownpourConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Settings:
         """
         self.record()
 
-    def record(self) -> DGCConfig | AveragingConfig | DownpourConfig | None:
+    def record(self) -> _Record | None:
         """Return the record of settings; None for a strategy that has none."""
+        if self.strategy == "auto":
+            return AutoConfig.from_config(self.config)
         if self.strategy == "dgc":
             return DGCConfig.from_config(self.config)
         if self.strategy == "averaging":
@@ -71,8 +74,8 @@ def read(strategy: str, sparsity: float | None, path: str | None) -> Settings:
 
     Args:
         strategy: one of STRATEGIES.
-        sparsity: of `DGCConfig`, or of `compression` where parameters are averaged;
-            counts more than the file.
+        sparsity: of `DGCConfig`, of `compression` where parameters are averaged, or of
+            `dgc` of a strategy that chooses itself; counts more than the file.
         path: of a JSON file with an object: what the settings' `get_config` returns, or
             a part of it.
 
@@ -92,9 +95,9 @@ def read(strategy: str, sparsity: float | None, path: str | None) -> Settings:
                 "`--config` must hold a JSON object of settings. "
                 f"Received: {config!r} in {path}"
             )
-    if sparsity is not None and strategy == "averaging":
-        compression = config.get("compression") or {}
-        config["compression"] = {**compression, "sparsity": sparsity}
+    within = {"averaging": "compression", "auto": "dgc"}.get(strategy)
+    if sparsity is not None and within is not None:
+        config[within] = {**(config.get(within) or {}), "sparsity": sparsity}
     elif sparsity is not None:
         config["sparsity"] = sparsity
     return Settings(strategy, config)

@@ -77,17 +77,10 @@ class ParameterAveragingStrategy(BaseStrategy):
             raise TypeError(
                 f"`config` must be an AveragingConfig. Received: config={config!r}"
             )
-        self._outer: weakref.WeakKeyDictionary[Any, keras.optimizers.Optimizer] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._settings = config
-        self._exchanges = 0
-        self._model: Any = None  # whose step is run
-        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
         try:
             found = resolve(transport)  # before any variable is made
-            self._averaging = Averaging(config)
-            super().__init__(Mesh.over(found), config, self._averaging)
+            make = self._averages(config)
+            super().__init__(Mesh.over(found), config, make)
         except RuntimeError as error:
             if hasattr(config.outer_optimizer, "apply"):
                 raise RuntimeError(
@@ -95,6 +88,18 @@ class ParameterAveragingStrategy(BaseStrategy):
                     "`outer_optimizer=lambda: keras.optimizers.SGD(...)`."
                 ) from error
             raise
+
+    def _averages(self, config: AveragingConfig) -> Averaging:
+        """Begin without optimizers; return what makes their exchanges."""
+        self._outer: weakref.WeakKeyDictionary[Any, keras.optimizers.Optimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._settings = config
+        self._exchanges = 0
+        self._model: Any = None  # whose step is run
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
+        self._averaging = unseen(lambda: Averaging(config))
+        return self._averaging
 
     def round_stats(self) -> RoundStats:
         """Return how many rounds there were, and what the last one found."""

@@ -103,15 +103,25 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._transport.size > 1:
             tuners.install(self._transport)
             watched.of_several.add(self)
-            clips_sum = not isinstance(config, DGCConfig)
-            averages = isinstance(config, AveragingConfig)
-            local = not self.lockstep
-            self.share = Share(self._transport, clips_sum, local, averages)
+            self.share = Share(self._transport, *self._kinds_of_steps())
             self.own_batches = OwnBatches(self._transport)
             self.stopping = Stopping(self._transport, self._ledger, self.settle)
             self.early_ends = EarlyEnds(self._transport, self.own_batches)
             self.extended.share_seed()
             atexit.register(self.extended.warn_if_unused)
+
+    def _kinds_of_steps(self) -> tuple[bool, bool, bool]:
+        """Return what `Share` asks of steps."""
+        clips_sum = not isinstance(self._config, DGCConfig)
+        averages = isinstance(self._config, AveragingConfig)
+        return clips_sum, not self.lockstep, averages
+
+    def _decide(self, config: DGCConfig | AveragingConfig | None, make: Make) -> None:
+        """Take other settings and exchanges, before the first step."""
+        self._config = config
+        self._ledger.decide(make)
+        if self.share is not None:
+            self.share.decide(*self._kinds_of_steps())
 
     def scope(self) -> Any:
         """Return a context in which variables, models and optimizers are of this.

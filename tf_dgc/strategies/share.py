@@ -69,12 +69,23 @@ class Share:
             averages: whether all but the first steps are, of which weights are
                 averaged.
         """
-        self._transport, self._local = transport, local
-        self.clips_sum, sums = clips_sum, not (local or averages)
-        self._current = current = Current()
-        self.warnings = warnings = self._warnings(transport)
-        self.rows = rows = self._rows(transport, current)
+        self._transport, self._current = transport, Current()
+        self.warnings = self._warnings(transport)
+        self.rows = self._rows(transport, self._current)
         self._small_steps = SmallSteps()
+        self.logs = Logs(transport)
+        self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+        self.decide(clips_sum, local, averages)
+
+    def decide(self, clips_sum: bool, local: bool, averages: bool) -> None:
+        """Begin without gradients, before the first step; arguments as of the class."""
+        self._local, self.clips_sum = local, clips_sum
+        transport, current, sums = (
+            self._transport,
+            self._current,
+            not (local or averages),
+        )
+        warnings, rows = self.warnings, self.rows
         self._at_once = at_once = AtOnce(
             clips_sum and sums,
             warnings.say if sums else lambda _: None,
@@ -91,8 +102,6 @@ class Share:
         )
         self.decisions = Decisions(current, local, sums)
         self.means = self._means(transport, current, rows, local)
-        self.logs = Logs(transport)
-        self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
     @property
     def step(self) -> Step:

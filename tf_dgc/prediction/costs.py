@@ -22,7 +22,7 @@ received are counted as of rings, over a grid, too, as `StepStats` does.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -35,10 +35,22 @@ from tf_dgc.exchanges.owner_sum import ROOM, VERDICT_BYTES, Forms, OwnerSum
 from tf_dgc.exchanges.parts import TOLD_BYTES
 from tf_dgc.transports import grid
 
-if TYPE_CHECKING:
-    from tf_dgc.lab.splitting import Split  # which needs the strategies
-
 HEADER_BYTES = 8 * len(averaging.Header._fields)  # of a round of averaging
+
+
+class Split(Protocol):
+    """Dense layers that are worth splitting."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of their kernels, which are exchanged no more."""
+
+    @property
+    def exchanges(self) -> int:
+        """All-gathers, and other collectives with as many hops."""
+
+    def activation_bytes(self, workers: int) -> float:
+        """Return what goes to or from each other worker: activations, gradients."""
 
 
 class Tensors(NamedTuple):
@@ -48,7 +60,7 @@ class Tensors(NamedTuple):
     gradient_bytes: int  # all gradients
     rest_bytes: int  # those that DGC leaves dense
     statistic_bytes: int  # averaged beside the parameters
-    split: "Split | None" = None  # of dense layers
+    split: Split | None = None  # of dense layers
 
 
 class Measured(NamedTuple):
