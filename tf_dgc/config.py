@@ -19,9 +19,10 @@ PAPER: dict[str, Any] = {
     "momentum_masking": True,
 }
 ALLOWED = ("dense", "dgc", "averaging")
-ADAPTIVE = "adaptive"
+ADAPTIVE, AUTO = "adaptive", "auto"
 COMBINATIONS = ("auto", "mean", "senders")
 _NOT_HIERARCHICAL = "of hierarchical=False: each worker has steps of its own"
+VISITS = 10.0  # of an element in a training that loses nothing
 ROUND_SPARSITY = 0.95  # of signs, where none is given for rounds of averaging
 
 
@@ -289,6 +290,11 @@ class AveragingConfig(_Settings):
         non_trainable: which variables of layers that are not trained by gradients, such
             as moving statistics, are averaged: patterns of their whole paths, such as
             "*/moving_mean". Floating point only, no part of an optimizer or metric.
+        overlap: local steps for which a round is in flight, at most a period: it is
+            sent while the next period trains, and what was done since is kept where it
+            lands. "auto" is a whole period for optimizers that normalize their steps,
+            and a quarter for others, such as SGD. None, or 0, has training wait.
+            Statistics are averaged where workers meet then, as at ends of epochs.
 
     Raises:
         ValueError: a value is out of its range.
@@ -309,6 +315,34 @@ class AveragingConfig(_Settings):
     error_decay: float | None = None
     average_slots: bool = False
     non_trainable: tuple[str, ...] = ("*",)
+    overlap: int | str | None = None
+
+    @classmethod
+    def auto(
+        cls, optimizer: str = "adam", *, total_steps: int | None = None, **others: Any
+    ) -> Self:
+        """Return settings that were measured to lose least, for slow networks.
+
+        5% of the changes go, as signs, in rounds in flight; more where there are so few
+        rounds that elements would go less than ten times, and all where that is half of
+        them or more. Then optimizers that normalize their steps get an outer one.
+
+        Args:
+            optimizer: the script's, by its name in Keras.
+            total_steps: of the whole training, if known.
+            others: what is to be different; see above.
+        """
+        period = cls(**others).least_period
+        rounds = math.inf if total_steps is None else max(total_steps // period, 1)
+        density = max(1 - ROUND_SPARSITY, VISITS / rounds)
+        chosen: dict[str, Any] = {"overlap": AUTO}
+        if density < 0.5:
+            compression = DGCConfig(sparsity=1 - density, value_dtype="sign")
+            chosen["compression"] = compression
+        elif optimizer.lower() != "sgd":
+            settings = {"learning_rate": 1.0, "momentum": 0.5, "nesterov": True}
+            chosen["outer_optimizer"] = {"class_name": "SGD", "config": settings}
+        return cls(**(chosen | others))
 
     def __post_init__(self) -> None:
         if self.period != ADAPTIVE:
@@ -359,6 +393,28 @@ class AveragingConfig(_Settings):
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(_message("non_trainable", "a sequence of patterns", self))
         self._set("non_trainable", patterns)
+        self._check_overlap()
+
+    @property
+    def least_period(self) -> int:
+        """Local steps between two rounds, at least."""
+        return self.min_period if isinstance(self.period, str) else self.period
+
+    def _check_overlap(self) -> None:
+        if self.overlap in (None, 0):
+            self._set("overlap", None)
+            return
+        if self.overlap != AUTO:
+            if isinstance(self.overlap, str):
+                rule = f"None, a number of steps, or {AUTO!r}"
+                raise ValueError(_message("overlap", rule, self))
+            self._set("overlap", _count("overlap", self.overlap))
+            if self.overlap > self.least_period:
+                rule = f"at most a period, {self.least_period}"
+                raise ValueError(_message("overlap", rule, self))
+        if self.average_slots:
+            rule = "False with `overlap`: what optimizers keep is not in flight"
+            raise ValueError(_message("average_slots", rule, self))
 
     def _settle_compression(self, compression: DGCConfig) -> None:
         """Choose what goes together: owners know sums, and not who sent what."""

@@ -13,7 +13,7 @@ from loopback import Owner, run_workers
 
 from tf_dgc.compression.dgc import Momentum
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import Averaging, Companions, EachStep, Ledger
+from tf_dgc.exchanges import Averaging, Companions, EachStep, Expected, Ledger
 from tf_dgc.transports.base import Transport
 from tf_dgc.transports.local import LocalTransport
 
@@ -51,7 +51,7 @@ class Worker:
     def another(self) -> tuple[Owner, list[tf.Variable]]:
         owner = Owner()
         if isinstance(self.make, Averaging):
-            self.make.expect(owner, Companions([], [], []))
+            self.make.expect(owner, Expected(Companions([], [], []), overlap=1))
         variables = [
             tf.Variable(tf.zeros(shape, dtype))
             for shape, dtype in zip(SHAPES, DTYPES, strict=True)

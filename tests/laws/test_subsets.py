@@ -24,7 +24,7 @@ import tf_dgc
 from tf_dgc.compression import arena
 from tf_dgc.compression.dgc import Momentum
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import Averaging, Companions, EachStep, Ledger
+from tf_dgc.exchanges import Averaging, Companions, EachStep, Expected, Ledger
 from tf_dgc.exchanges.averaged import settle
 from tf_dgc.exchanges.pushed import Pushed
 from tf_dgc.exchanges.residual import Residual
@@ -266,7 +266,7 @@ class SubsetsTest(tf.test.TestCase):
                 AveragingConfig(period=period, compression=DGCConfig(**settings))
             )
             worker = Worker(case, Ledger(transport, make))
-            make.expect(worker.owner, Companions([], [], []))
+            make.expect(worker.owner, Expected(Companions([], [], [])))
             for number, chosen in enumerate(case.sets):
                 worker.step(number)
                 own = [worker.variables[i] for i in chosen]

@@ -1,6 +1,7 @@
 """The strategy of parameter averaging, alone: what it asks of models and settings."""
 
 from typing import Any
+from unittest import mock
 
 import features
 import keras
@@ -18,10 +19,13 @@ def averaging(**settings: Any) -> tf_dgc.ParameterAveragingStrategy:
     return tf_dgc.ParameterAveragingStrategy(config, transport="local")
 
 
-def fit(strategy: Any, *layers: keras.layers.Layer, **arguments: Any) -> keras.Model:
+def fit(
+    strategy: Any, *layers: keras.layers.Layer, compiled: Any = None, **arguments: Any
+) -> keras.Model:
     with strategy.scope():
         model = features.mlp(*layers)
-        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        model.compile(optimizer, "mse", **(compiled or {}))
     keras.utils.set_random_seed(2)
     model.fit(features.batches(), verbose=0, shuffle=False, **arguments)
     return model
@@ -48,6 +52,64 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         found = fit(averaging(period=3), epochs=2)
         for one, two in zip(expected.get_weights(), found.get_weights(), strict=True):
             np.testing.assert_array_equal(one, two)
+
+    @parameterized.parameters({}, {"steps_per_execution": 3}, {"run_eagerly": True})
+    def test_alone_a_round_in_flight_changes_nothing(self, **compiled: Any) -> None:
+        keras.utils.set_random_seed(1)
+        expected = fit(tf.distribute.get_strategy(), epochs=2)
+        keras.utils.set_random_seed(1)
+        strategy = averaging(period=3, overlap=2)
+        found = fit(strategy, compiled=compiled, epochs=2)
+        for one, two in zip(expected.get_weights(), found.get_weights(), strict=True):
+            self.assertAllClose(one, two, 1e-5, 1e-5)
+        self.assertGreaterEqual(int(strategy.round_stats().rounds), 4)
+
+    @parameterized.parameters(("SGD", 16, 4), ("SGD", 2, 1), ("Adam", 16, 16))
+    def test_an_overlap_is_chosen_by_the_optimizer(
+        self, name: str, period: int, expected: int
+    ) -> None:
+        strategy = averaging(period=period, overlap="auto")
+        optimizer = getattr(keras.optimizers, name)(0.1)
+        self.assertEqual(strategy._overlap_of(optimizer), expected)
+
+    @parameterized.parameters((0.9, 1, True), (0.5, 40, False), (None, 1, False))
+    def test_rounds_too_few_for_their_density_are_told(
+        self, sparsity: float | None, epochs: int, told: bool
+    ) -> None:
+        compression = None
+        if sparsity is not None:
+            compression = tf_dgc.DGCConfig(sparsity=sparsity, min_elements=1)
+        strategy = averaging(period=2, compression=compression)
+        with mock.patch.object(strategy, "_warn") as warn:
+            fit(strategy, epochs=epochs)
+        said = [text for call in warn.call_args_list for text in call.args[0]]
+        self.assertEqual(any("rounds, in each of which" in t for t in said), told)
+
+    @parameterized.parameters(
+        (("adam",), 0.05, False),
+        (("sgd",), 0.05, False),
+        (("adam", 800), 0.2, False),
+        (("adam", 160), None, True),
+        (("sgd", 160), None, False),
+    )
+    def test_settings_are_chosen_for_slow_networks(
+        self, given: Any, density: float | None, outer: bool
+    ) -> None:
+        name, *steps = given
+        config = tf_dgc.AveragingConfig.auto(
+            name, total_steps=steps[0] if steps else None
+        )
+        self.assertEqual(config.overlap, "auto")
+        self.assertEqual(config.outer_optimizer is not None, outer)
+        if density is None:
+            self.assertIsNone(config.compression)
+        else:
+            self.assertAlmostEqual(config.compression.sparsity, 1 - density)
+            self.assertEqual(config.compression.value_dtype, "sign")
+        again = tf_dgc.AveragingConfig.from_config(config.get_config())
+        self.assertEqual(again, config)
+        other = tf_dgc.AveragingConfig.auto(name, overlap=None, period=4)
+        self.assertEqual((other.overlap, other.period), (None, 4))
 
     @parameterized.parameters(
         (("*",), ["moving_mean:0", "moving_variance:0"]),

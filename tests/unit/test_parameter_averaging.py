@@ -13,96 +13,24 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
+from averagers import MOMENTUM, RATE, SHAPES, Worker, gradient_of, start
 from ledgers import exchange, flushed, only
 from loopback import OWNER, Loopback, Owner, outcomes, run_workers
 
 from tf_dgc import ParameterAveragingStrategy
 from tf_dgc.compression import arena
 from tf_dgc.config import AveragingConfig, DGCConfig
-from tf_dgc.exchanges import Averaging, Companions, Dense, Ledger, formats
+from tf_dgc.exchanges import (
+    Averaging,
+    Companions,
+    Dense,
+    Expected,
+    Ledger,
+    formats,
+)
 from tf_dgc.exchanges.averaged import settle
 from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.transports.local import LocalTransport
-
-SHAPES = ((16, 8), (5,), (40, 3))
-RATE, MOMENTUM = 0.1, 0.9
-
-
-def start() -> list[np.ndarray]:
-    random = np.random.default_rng(0)
-    return [random.normal(size=shape).astype("float32") for shape in SHAPES]
-
-
-def gradient_of(weights: Sequence[Any], rank: int, step: int) -> list[np.ndarray]:
-    """Return the gradient of a worker's loss: it draws to a place of its own."""
-    random = np.random.default_rng([rank, step])
-    return [
-        (np.asarray(w) - random.normal(size=w.shape)).astype("float32") for w in weights
-    ]
-
-
-class Worker:
-    """Trains with momentum SGD, as a process does."""
-
-    def __init__(
-        self,
-        transport: Any,
-        *,
-        outer: tuple[float, float] | None = None,
-        averaged: int = 0,
-        combining: Combining = SUM,
-        **settings: Any,
-    ) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self.variables = [tf.Variable(value) for value in start()]
-        self.velocities = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
-        self.statistics = [tf.Variable(float(self.rank)) for _ in range(averaged)]
-        self.momenta = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
-        companions = Companions(self.statistics, [], [*self.velocities, *self.momenta])
-
-        def step_outer(gradients: list[Any], variables: Sequence[Any]) -> None:
-            rate, momentum = outer or (1.0, 0.0)
-            everything = zip(gradients, variables, self.momenta, strict=True)
-            for gradient, variable, velocity in everything:
-                velocity.assign(momentum * velocity + gradient)
-                variable.assign_sub(rate * velocity)
-
-        self.averaging = Averaging(AveragingConfig(**settings))
-        self.synchronizer = Ledger(transport, self.averaging)
-        self.owner = Owner()
-        step = step_outer if outer else None
-        self.averaging.expect(self.owner, companions, step, combining)
-        self.taken = 0
-
-    def step(self, loss: float = 1.0) -> None:
-        self.averaging.loss.assign(loss)
-        self.apply(
-            gradient_of([v.numpy() for v in self.variables], self.rank, self.taken)
-        )
-        self.taken += 1
-
-    def apply(self, gradients: Sequence[Any]) -> None:
-        # Keras divides the loss, and so the gradient, by the number of workers.
-        local = [tf.convert_to_tensor(g) / self.size for g in gradients]
-        found = exchange(self.synchronizer, self.owner, local, self.variables)
-        steps = zip(found.gradients, self.variables, self.velocities, strict=True)
-        for gradient, variable, velocity in steps:
-            velocity.assign(MOMENTUM * velocity + gradient)
-            variable.assign_sub(RATE * velocity)
-        self.synchronizer.parameters(self.owner, self.variables)
-
-    def train(self, steps: int) -> list[np.ndarray]:
-        for _ in range(steps):
-            self.step()
-        return self.values
-
-    @property
-    def values(self) -> list[np.ndarray]:
-        return [variable.numpy() for variable in self.variables]
-
-    @property
-    def period(self) -> Any:
-        return only(self.synchronizer)
 
 
 def trained(workers: int, steps: int, **settings: Any) -> list[list[np.ndarray]]:
@@ -259,7 +187,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
             config = AveragingConfig(period=1, **settings)
             companions = Companions([tf.Variable(equal)], [], [])
             averaging = Averaging(config)
-            averaging.expect(OWNER, companions)
+            averaging.expect(OWNER, Expected(companions))
             ledger = Ledger(transport, averaging)
             variables, zeros = [tf.Variable(equal)], [tf.zeros_like(equal)]
             exchange(ledger, OWNER, zeros, variables)
@@ -316,7 +244,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
             run = tf.function(step) if graph else step
             for _ in range(8):
                 run()
-            self.assertEqual(int(worker.period.rounds), 2)
+            self.assertEqual(int(worker.period.progress.rounds), 2)
             return worker.values
 
         self.assert_close([work(True)], [work(False)], 1e-6)
@@ -324,7 +252,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
     def test_sparse_gradients_are_brought_to_full_strength(self) -> None:
         def work(transport: Loopback) -> np.ndarray:
             averaging = Averaging(AveragingConfig())
-            averaging.expect(OWNER, Companions([], [], []))
+            averaging.expect(OWNER, Expected(Companions([], [], [])))
             synchronizer = Ledger(transport, averaging)
             table = tf.Variable(tf.zeros([4, 2]))
             rows = tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), [4, 2])
@@ -412,7 +340,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
             expect.side_effect = InterruptedError
             with contextlib.suppress(InterruptedError):
                 strategy.run(lambda: optimizer.apply([tf.ones([4])], [variable]))
-        self.assertEqual(expect.call_args.args[-1], expected)
+        self.assertEqual(expect.call_args.args[-1].combining, expected)
 
     def test_rounds_send_signs_of_5_percent_where_nothing_is_said(self) -> None:
         found: Any = AveragingConfig(compression=DGCConfig()).compression
@@ -593,7 +521,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         def work(transport: Loopback) -> None:
             one = Worker(transport, period=2)
             other, variables = Owner(), [tf.Variable(v) for v in start()]
-            one.averaging.expect(other, Companions([], [], []))
+            one.averaging.expect(other, Expected(Companions([], [], [])))
 
             def step() -> None:
                 one.step()
@@ -616,12 +544,12 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             worker.train(3)
             settle(worker.synchronizer)
             first, worker.owner = worker.owner, Owner()
-            worker.averaging.expect(worker.owner, Companions([], [], []))
+            worker.averaging.expect(worker.owner, Expected(Companions([], [], [])))
             worker.train([7, 2][transport.rank])  # the data end early, too
             settle(worker.synchronizer)
             past, _ = worker.synchronizer.exchanges()
             self.assertIs(past.owner(), first)
-            return int(past.rounds)
+            return int(past.progress.rounds)
 
         self.assertEqual(run_workers(2, work), [2, 2])
 
@@ -637,7 +565,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             # A worker that has not trained since cannot know that nobody has.
             sent = transport.sent[calls:]
             self.assertEqual([call.call for call in sent], ["all_gather"])
-            self.assertEqual(int(worker.period.rounds), 2)
+            self.assertEqual(int(worker.period.progress.rounds), 2)
 
         run_workers(2, work)
 
@@ -674,7 +602,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=2)
             worker.train(2)
-            worker.period.rounds.assign_add(transport.rank)
+            worker.period.progress.rounds.assign_add(transport.rank)
             worker.train(2)
 
         for outcome in outcomes(2, work):
@@ -820,12 +748,12 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             worker.synchronizer.save(self.folder)
             worker.synchronizer.restore(self.folder)
             settle(worker.synchronizer)
-            before = int(worker.period.position)
+            before = int(worker.period.progress.position)
             worker.step()
-            after = int(worker.period.position)
+            after = int(worker.period.progress.position)
             worker.synchronizer.restore(self.folder)
             settle(worker.synchronizer, resumed=True)
-            return before, after, int(worker.period.position)
+            return before, after, int(worker.period.progress.position)
 
         self.assertEqual(run_workers(2, work), [(3, 4, 0)] * 2)
 
@@ -896,7 +824,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             worker = Worker(transport, period=4, compression=compression)
             worker.train(1)
             worker.synchronizer.restore(self.folder)
-            self.assertEqual(int(worker.period.position), 2)
+            self.assertEqual(int(worker.period.progress.position), 2)
             return worker.values, self.owed(worker)
 
         saved, found = run_workers(before, save), run_workers(after, resume)

@@ -6,12 +6,13 @@ One object is one optimizer's variables, and holds its own state.
 from collections.abc import Callable
 
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges.averaged import Averaged, Averaging, Companions
+from tf_dgc.exchanges.averaged import Averaged, Averaging, Expected
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
 from tf_dgc.exchanges.ledger import Ledger, Make
 from tf_dgc.exchanges.parts import Part
+from tf_dgc.exchanges.rounds import Companions
 from tf_dgc.transports.base import Transport
 from tf_dgc.transports.sums import Workers, one
 
@@ -23,6 +24,7 @@ __all__ = [
     "Dense",
     "EachStep",
     "Exchange",
+    "Expected",
     "Ledger",
     "Make",
     "Part",

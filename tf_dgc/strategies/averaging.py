@@ -10,9 +10,10 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, optimizers
-from tf_dgc.config import ADAPTIVE, AveragingConfig
-from tf_dgc.exchanges import Averaging, Companions
-from tf_dgc.exchanges.averaged import Outer, settle
+from tf_dgc.config import ADAPTIVE, AUTO, VISITS, AveragingConfig
+from tf_dgc.exchanges import Averaging, Companions, Expected
+from tf_dgc.exchanges.anchors import Outer
+from tf_dgc.exchanges.averaged import settle
 from tf_dgc.exchanges.figures import RoundStats
 from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.exchanges.modes import Combining
@@ -95,11 +96,15 @@ class ParameterAveragingStrategy(BaseStrategy):
             weakref.WeakKeyDictionary()
         )
         self._settings = config
-        self._exchanges = 0
+        self._exchanges = self._steps = 0  # steps of a `fit`, where that tells
         self._model: Any = None  # whose step is run
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
         self._averaging = unseen(lambda: Averaging(config))
         return self._averaging
+
+    def expect_steps(self, steps: int) -> None:
+        """Note how many steps the `fit` that begins has."""
+        self._steps = steps
 
     def round_stats(self) -> RoundStats:
         """Return how many rounds there were, and what the last one found."""
@@ -175,15 +180,35 @@ class ParameterAveragingStrategy(BaseStrategy):
         """Update the variables, then hold a round where it is time."""
         self._exchanges += 1
         used = [v for g, v in pairs if g is not None]
-        if not self._ledger.knows(optimizer, used):
+        if is_new := not self._ledger.knows(optimizer, used):
             with tf.init_scope():
-                companions = self._companions_of(optimizer)
-                step, combining = (
+                expected = Expected(
+                    self._companions_of(optimizer),
                     self._outer_step(optimizer),
                     self._combining(optimizer),
+                    self._overlap_of(optimizer),
                 )
-                self._averaging.expect(optimizer, companions, step, combining)
+                self._averaging.expect(optimizer, expected)
         super().exchange_and_update(optimizer, pairs, learning_rate, update)
+        if is_new:
+            self._warn_of_few_rounds()
+
+    def _warn_of_few_rounds(self) -> None:
+        """Warn where compression leaves changes that are never sent in a `fit`."""
+        opened: Any = self._ledger.newest
+        density = None if opened is None else opened.density
+        visits = (density or 0.0) * self._steps / self._settings.least_period
+        if density is None or not self._steps or visits >= VISITS:
+            return
+        rounds = self._steps // self._settings.least_period
+        self._warn(
+            [
+                f"A `fit` of {self._steps} steps has {rounds} rounds, in each of which "
+                f"{100 * density:.3g}% of the elements are sent: {visits:.2g} times "
+                f"each on average, where {VISITS:g} times lose nothing. Send more of "
+                "them, DGCConfig(sparsity=...), take a shorter period, or more epochs"
+            ]
+        )
 
     def _combining(self, optimizer: keras.optimizers.Optimizer) -> Combining:
         """Return what becomes of compressed changes that an optimizer has made."""
@@ -196,6 +221,18 @@ class ParameterAveragingStrategy(BaseStrategy):
         if decay is None:
             decay = SENDERS_DECAY if rule == "senders" else 1.0
         return Combining(rule == "senders", decay)
+
+    def _overlap_of(self, optimizer: keras.optimizers.Optimizer) -> int:
+        """Return for how many steps rounds of what an optimizer trains are in flight.
+
+        After a whole period nothing is lost with optimizers that normalize their steps,
+        see docs/how-it-works/averaging.md.
+        """
+        found = self._settings.overlap
+        if found != AUTO:
+            return int(found or 0)
+        period = self._settings.least_period
+        return period if optimizers.normalizes_steps(optimizer) else -(-period // 4)
 
     def _companions_of(self, optimizer: keras.optimizers.Optimizer) -> Companions:
         config = self._settings

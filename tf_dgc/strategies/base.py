@@ -328,6 +328,10 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Let the workers' variables be compared before the next step of Keras."""
         self._to_compare = model
 
+    def expect_steps(self, steps: int) -> None:
+        """Note how many steps the `fit` that begins has, where that is known."""
+        return
+
     def compare_variables(self) -> None:
         """Compare the variables of the model that is to be trained, where it is time.
 

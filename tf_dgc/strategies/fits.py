@@ -25,6 +25,7 @@ class Run(NamedTuple):
     model: keras.Model
     thread: threading.Thread
     several: bool  # whether several workers take part
+    epochs: int = 1  # of a `fit`
 
 
 _DIFFERS = re.compile(
@@ -91,7 +92,9 @@ def _takes_strategy() -> bool:
 
 def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Note a `fit`."""
-    with _noted("fit", model):
+    given = kwargs.get("epochs", args[3] if len(args) > 3 else 1)
+    epochs = given - kwargs.get("initial_epoch", 0)
+    with _noted("fit", model, epochs):
         return original(model, *args, **kwargs)
 
 
@@ -110,7 +113,7 @@ def predict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
 
 
 @contextlib.contextmanager
-def _noted(what: str, model: keras.Model) -> Iterator[None]:
+def _noted(what: str, model: keras.Model, epochs: int = 1) -> Iterator[None]:
     """Note a run; refuse one beside that of another thread.
 
     Raises:
@@ -121,7 +124,7 @@ def _noted(what: str, model: keras.Model) -> Iterator[None]:
         yield
         return
     several = getattr(strategy, "share", None) is not None
-    run = Run(what, model, threading.current_thread(), several)
+    run = Run(what, model, threading.current_thread(), several, epochs)
     with _entering:
         others = [each for each in _running if each.thread is not run.thread]
         # Workers of a transport between threads are apart.

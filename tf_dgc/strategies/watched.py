@@ -41,6 +41,9 @@ def compare_before_steps(
     """Compare variables before the first step of a `fit`."""
     strategy: Any = _host.keras.strategy_of(epoch)
     if fits.is_own(strategy):
+        run = fits.current()
+        if run is not None and run.what == "fit" and epoch.num_batches:
+            strategy.expect_steps(run.epochs * int(epoch.num_batches))
         strategy.compare_variables()
     yield from original(epoch)
 

@@ -5,11 +5,13 @@ Axis: N workers, one process each, numbered by rank.
 
 import abc
 import contextlib
+import copy
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import tensorflow as tf
 
@@ -251,6 +253,30 @@ class Transport(abc.ABC):
             f"The transport {self.name!r} carries tensors between all workers only, "
             f"and not in groups of them. Received: groups {list(parts)}"
         )
+
+    def aside(self, thread: threading.Thread) -> "Transport":
+        """Return the same for collectives that a thread makes beside the program's.
+
+        They are under way while others are, and meet nobody but those of this thread on
+        other workers. All workers call this alike.
+
+        Args:
+            thread: which alone makes them; for whom it waits, the timeout bounds.
+
+        Raises:
+            ValueError: this transport carries tensors in one order only.
+        """
+        raise ValueError(
+            f"The transport {self.name!r} carries one tensor after the other, and no "
+            "round in flight beside them. Set overlap=None"
+        )
+
+    def _copy(self) -> Self:
+        """Return a copy whose collectives are its own, whatever is around these."""
+        other = copy.copy(self)
+        for name in ("all_reduce", "all_gather", "all_to_all"):
+            vars(other).pop(name, None)
+        return other
 
     def holds_on_all(self, own: tf.Tensor, name: str) -> tf.Tensor:
         """Tell all workers whether something is true on each of them.

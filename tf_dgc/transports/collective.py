@@ -6,22 +6,23 @@ service and the collective runtime. Its gradient path is not used.
 
 import atexit
 import contextlib
-import copy
 import functools
 import itertools
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Sequence
+from typing import Self
 
 import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, ending, rendezvous
 from tf_dgc.transports.local import LocalTransport
-from tf_dgc.transports.turnstile import END, Turnstile
-from tf_dgc.transports.watchdog import DONE, STEP, Watchdog, complaint
+from tf_dgc.transports.turnstile import END, FLIGHT, STEP, Turnstile
+from tf_dgc.transports.watchdog import DONE, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -126,8 +127,7 @@ class CollectiveTransport(base.Transport):
                 tf.distribute.experimental.CommunicationOptions(implementation=found),
             )
         self.device = self._strategy.extended.worker_devices[0]
-        with tf.init_scope(), tf.device(self.device):
-            self._order = tf.Variable(0.0, trainable=False, name="tf_dgc_order")
+        self._order = self._new_order()
         self._turnstile = Turnstile()
         self._first_group, self._groups = _FIRST_GROUP, itertools.count(1)
         self.addresses = list(addresses)
@@ -189,15 +189,38 @@ class CollectiveTransport(base.Transport):
 
         Group keys of TensorFlow count the groups that were made, on all workers alike.
         """
-        numbers = [next(self._groups) for _ in parts]
-        for number, ranks in zip(numbers, parts, strict=True):
+        groups = [self._next_group() for _ in parts]
+        for group, ranks in zip(groups, parts, strict=True):
             if self.rank in ranks and len(ranks) > 1:
-                other = copy.copy(self)
+                other = self._copy()
                 other.rank, other.size = list(ranks).index(self.rank), len(ranks)
                 other.addresses = [self.addresses[rank] for rank in ranks]
-                other._first_group = _FIRST_GROUP + number * _KINDS * len(_REDUCED)
+                other._first_group = group
                 return other
         return Bystander(self._turnstile)
+
+    def _next_group(self) -> int:
+        return _FIRST_GROUP + next(self._groups) * _KINDS * len(_REDUCED)
+
+    def _new_order(self) -> tf.Variable:
+        """Return what orders the collectives of one thread."""
+        with tf.init_scope(), tf.device(self.device):
+            return tf.Variable(0.0, trainable=False, name="tf_dgc_order")
+
+    def aside(self, thread: threading.Thread) -> Self:
+        """Return the same, in groups of its own and with a watchdog of its own."""
+        other = self._copy()
+        other._first_group = self._next_group()
+        other._turnstile = Turnstile(FLIGHT)
+        other._order = self._new_order()
+        Watchdog(
+            other._turnstile.calls,
+            self.timeout,
+            other._abort_flight,
+            other._flies_in_vain,
+            thread,
+        )
+        return other
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
@@ -250,7 +273,7 @@ class CollectiveTransport(base.Transport):
         return f" No longer reachable: worker {named}." if gone else ""
 
     def _abort(self) -> None:
-        self._places.setdefault(self.rank, self._turnstile.place or STEP)
+        self._places.setdefault(self.rank, self._turnstile.where)
         text = complaint(self.rank, self.timeout, self._places)
         _host.tensorflow.abort_collectives(text + self._missing())
 
@@ -261,7 +284,7 @@ class CollectiveTransport(base.Transport):
         one is in a graph its names are not known here, and all wait out the time.
         """
         key = f"tf_dgc/waits/{calls}"
-        own = self._turnstile.place or STEP
+        own = self._turnstile.where
         if int(self._turnstile.calls.numpy()) != calls:
             return False  # it went on meanwhile
         if own != self._places.get(self.rank) or self._waits != calls:
@@ -279,6 +302,30 @@ class CollectiveTransport(base.Transport):
         # Whose data have ended waits eagerly for all, none of whom is in a step then.
         elsewhere |= STEP in places and any(e.startswith(END) for e in places)
         return elsewhere and int(self._turnstile.calls.numpy()) == calls
+
+    def _abort_flight(self) -> None:
+        """Abort a collective beside the program's; name those who are not in it."""
+        absent = []
+        for peer in set(range(self.size)) - {self.rank}:
+            try:
+                _host.tensorflow.wait_for_key(self._flight_of(peer), 0.001)
+            except tf.errors.OpError:
+                absent.append(f"{peer} ({self.addresses[peer]})")
+        text = complaint(self.rank, self.timeout, {self.rank: FLIGHT})
+        if absent:
+            text += f" Not in it: worker {', '.join(absent)}."
+        _host.tensorflow.abort_collectives(text + self._missing())
+
+    def _flight_of(self, rank: int) -> str:
+        """Return the key that a worker sets where it waits in this collective."""
+        return f"tf_dgc/flies/{self._first_group}/{self._waits}/{rank}"
+
+    def _flies_in_vain(self, calls: int) -> bool:
+        """Tell the others that this worker waits there, and whether one is done."""
+        self._waits = calls
+        with contextlib.suppress(tf.errors.OpError):
+            _host.tensorflow.publish(self._flight_of(self.rank))
+        return bool(self._done())
 
     def _done(self) -> list[int]:
         """Return the workers that have been done for longer than a message takes."""

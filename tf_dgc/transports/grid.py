@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -94,6 +95,10 @@ class Grid(base.Transport):
     def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
         """Return the other transport's group."""
         return self._ring.group(parts)
+
+    def aside(self, thread: threading.Thread) -> base.Transport:
+        """Return a grid over the other transport's."""
+        return Grid(self._ring.aside(thread))
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""

@@ -1,10 +1,10 @@
 """Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
 
 import contextlib
-import copy
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -14,8 +14,8 @@ from tf_dgc import _host
 from tf_dgc.transports import base
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.schedulers import SRUN_SIZE
-from tf_dgc.transports.turnstile import Turnstile
-from tf_dgc.transports.watchdog import STEP, Watchdog, complaint
+from tf_dgc.transports.turnstile import FLIGHT, Turnstile
+from tf_dgc.transports.watchdog import Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -141,14 +141,29 @@ class HorovodTransport(base.Transport):
         self._process_sets: dict[tuple[int, ...], Any] = {}
         self._functions: dict[tuple[str, tf.DType], Callable[..., tf.Tensor]] = {}
         self._turnstile = Turnstile()
-        self._watchdog = Watchdog(self._turnstile.calls, self.timeout, self._abort)
+        self._watchdogs = [Watchdog(self._turnstile.calls, self.timeout, self._abort)]
+
+    def aside(self, thread: threading.Thread) -> Self:
+        """Return the same with a watchdog of its own; Horovod tells calls by names."""
+        other = self._copy()
+        other._functions = {}
+        with tf.init_scope():
+            other._turnstile = Turnstile(FLIGHT)
+        calls, abort = other._turnstile.calls, other._abort
+        watchdog = Watchdog(calls, self.timeout, abort, waiting=thread)
+        self._watchdogs.append(watchdog)
+        return other
+
+    def _watch_no_more(self) -> None:
+        for watchdog in self._watchdogs:
+            watchdog.end()
 
     def restart(self) -> None:
         """Go on among other workers, once Horovod was started among them.
 
         What was traced before raises an error from now on.
         """
-        self._watchdog.end()
+        self._watch_no_more()
         self._worlds += 1
         self._world.assign(self._worlds)
         self._begin()
@@ -164,13 +179,13 @@ class HorovodTransport(base.Transport):
 
     def shutdown(self) -> None:
         """End Horovod, on all workers; what would meet the others then fails."""
-        self._watchdog.end()
+        self._watch_no_more()
         import_horovod().shutdown()
 
     def _abort(self) -> None:
         import horovod.tensorflow as hvd
 
-        places = {self.rank: self._turnstile.place or STEP}
+        places = {self.rank: self._turnstile.where}
         _logger.error(complaint(self.rank, self.timeout, places))
         hvd.shutdown()  # fails what waits, on all workers
 
@@ -180,7 +195,7 @@ class HorovodTransport(base.Transport):
         Args:
             process_set: a `horovod.tensorflow.ProcessSet` that all workers have added.
         """
-        other = copy.copy(self)
+        other = self._copy()
         other.rank, other.size = process_set.rank(), process_set.size()
         other._among = {"process_set": process_set}
         other._functions = {}

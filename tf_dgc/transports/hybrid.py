@@ -1,7 +1,7 @@
 """Dense tensors through TensorFlow's collectives, others through Horovod."""
 
 import contextlib
-import copy
+import threading
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -54,7 +54,7 @@ class HybridTransport(base.Transport):
 
     def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
         """Return the same in the group of which this worker is one."""
-        other = copy.copy(self)
+        other = self._copy()
         other._dense, other._sparse = (
             each.group(parts) for each in (self._dense, self._sparse)
         )
@@ -66,6 +66,15 @@ class HybridTransport(base.Transport):
     def host(self) -> str:
         """Name of this worker's host."""
         return self._sparse.host
+
+    def aside(self, thread: threading.Thread) -> base.Transport:
+        """Return the same for collectives that a thread makes."""
+        other = self._copy()
+        other._dense, other._sparse = (
+            self._dense.aside(thread),
+            self._sparse.aside(thread),
+        )
+        return other
 
     @contextlib.contextmanager
     def at_end(self, batches: int) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The transport of a worker that is alone."""
 
 import os
+import threading
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -31,6 +32,10 @@ class LocalTransport(base.Transport):
     def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the tensor, of shape [1, *S]."""
         return tf.identity(tensor)
+
+    def aside(self, thread: threading.Thread) -> base.Transport:
+        """Return this."""
+        return self
 
     def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
         """Return this, whatever groups there are."""

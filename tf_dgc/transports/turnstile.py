@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 END = "end"  # in the place of names of collectives, before a number of batches
+STEP = "a step"  # in their place, where they are in a graph
+FLIGHT = "a round in flight"  # or in a thread of their own
 
 
 class Turnstile:
@@ -22,12 +24,22 @@ class Turnstile:
     place: str | None = None
     _end: str | None = None
 
-    def __init__(self) -> None:
-        """Create the counter. This starts TensorFlow."""
+    def __init__(self, unnamed: str = STEP) -> None:
+        """Create the counter. This starts TensorFlow.
+
+        Args:
+            unnamed: where this worker is where there is no `place`.
+        """
+        self._unnamed = unnamed
         with tf.init_scope(), tf.device("CPU:0"):
             self.calls = tf.Variable(
                 tf.zeros([], tf.int64), trainable=False, name="tf_dgc_calls"
             )
+
+    @property
+    def where(self) -> str:
+        """Place of this worker, as far as that is known here."""
+        return self.place or self._unnamed
 
     @contextlib.contextmanager
     def entered(

@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc.transports import ending
-from tf_dgc.transports.turnstile import END
+from tf_dgc.transports.turnstile import END, FLIGHT, STEP
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -42,6 +42,7 @@ class Watchdog:
         timeout: float,
         abort: Callable[[], None],
         in_vain: Callable[[int], bool] = lambda calls: False,
+        waiting: threading.Thread | None = None,
     ) -> None:
         """Start the watching thread.
 
@@ -50,9 +51,11 @@ class Watchdog:
             timeout: seconds.
             abort: makes the waiting collective fail; called once, in the thread.
             in_vain: tells, of the number of `calls`, whether to wait is of no use.
+            waiting: the thread that makes the collectives; by default the main one.
         """
         self._calls, self._timeout, self._abort = calls, timeout, abort
         self._in_vain = in_vain
+        self._waiting = waiting or threading.main_thread()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -68,19 +71,24 @@ class Watchdog:
             if now != calls or now % 2 == 0:
                 calls, since = now, time.monotonic()
             elif time.monotonic() - since > self._timeout or self._in_vain(now):
-                waiting = _main_thread()
+                waiting = self._place()
                 threading.Thread(target=self._abort, daemon=True).start()
                 self._exit_unless_moved(waiting)
                 return
 
     def _exit_unless_moved(self, waiting: tuple[Any, int]) -> None:
-        """End the process where the main thread is still in the same call."""
+        """End the process where the thread that waits is still in the same call."""
         until = time.monotonic() + GRACE
         while time.monotonic() < until:
-            if self._ended.wait(0.2) or _main_thread() != waiting:
+            if self._ended.wait(0.2) or self._place() != waiting:
                 return
         _logger.critical("The collective cannot be ended; this process ends.")
         os._exit(1)
+
+    def _place(self) -> tuple[Any, int]:
+        """Return the frame that the thread that waits is in, and the place in it."""
+        frame = sys._current_frames().get(self._waiting.ident or 0)
+        return frame, -1 if frame is None else frame.f_lasti
 
     def end(self) -> None:
         """Watch no more."""
@@ -89,13 +97,6 @@ class Watchdog:
         self._thread.join(timeout=1.0)
 
 
-def _main_thread() -> tuple[Any, int]:
-    """Return the frame that the main thread is in, and the place in it."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return frame, frame.f_lasti
-
-
-STEP = "a step"  # in the place of names of collectives, where these are in a graph
 DONE = "no more, as its script has ended"
 _PLACES = {
     "agree.digest": "the comparing of what must be equal, as data or variables",
@@ -103,6 +104,7 @@ _PLACES = {
     "metric": "the reading of a metric",
     "variable": "the making of a variable",
     STEP: STEP,
+    FLIGHT: FLIGHT,
     DONE: DONE,
 }
 

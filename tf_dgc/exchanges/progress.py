@@ -1,0 +1,182 @@
+"""The progress of a worker within its period, and what it tells the others of it.
+
+Axes: N workers.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import tensorflow as tf
+
+from tf_dgc import averaging
+from tf_dgc.config import ADAPTIVE, AveragingConfig
+from tf_dgc.exchanges.figures import RoundStats
+from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.parts import Ballot, Part
+
+
+class PeriodProgress:
+    """Counts local steps and rounds; chooses the period where that adapts.
+
+    Attributes:
+        period: shape [], int64, local steps between two rounds.
+        rounds: shape [], int64, rounds done.
+        position: shape [], int64, local steps since the last round, of all workers.
+        moved: shape [], int64, those of them in which this worker had rows.
+        unsettled: shape [], int64, steps with rows since statistics were averaged.
+        taken: shape [], int64, steps done.
+        distance: shape [], float32, of this worker's parameters from those agreed on,
+            before the last round.
+        components: shape [K], string: what the numbers of batches are of.
+        loss: shape [], float64, that an adaptive period follows; of all exchanges.
+    """
+
+    def __init__(self, config: AveragingConfig, loss: tf.Variable) -> None:
+        """Create the variables, outside of any graph.
+
+        Args:
+            config: the settings.
+            loss: shape [], float64.
+        """
+        self._config, self.loss = config, loss
+        self._ballot: Ballot | None = None
+        period = config.max_period if isinstance(config.period, str) else config.period
+        with tf.init_scope(), tf.device("CPU:0"):
+            zero = tf.zeros([], tf.int64)
+            self.taken = own_variable(zero, "averaging_steps")
+            self.position = own_variable(zero, "averaging_position")
+            self.moved = own_variable(zero, "averaging_moved")
+            self.unsettled = own_variable(zero, "averaging_unsettled")
+            first = tf.constant(period, tf.int64)
+            self.period = own_variable(first, "averaging_period")
+            self.rounds = own_variable(zero, "averaging_rounds")
+            unknown = tf.constant(math.nan, tf.float64)
+            self._first_loss = own_variable(unknown, "averaging_first_loss")
+            self._rate = own_variable(unknown, "averaging_rate")  # of the last step
+            none = tf.zeros([len(averaging.READ)], tf.float64)
+            self._read = own_variable(none, "averaging_read")  # in this period
+            self.components = own_variable(
+                tf.constant([""] * len(averaging.READ)), "averaging_components"
+            )
+            self.distance = own_variable(tf.zeros([]), "averaging_distance")
+
+    # Steps.
+
+    def note(self, part: Part) -> None:
+        """Note what a step reads, and the votes of all workers.
+
+        The numbers of what is read are added up in a way that tells orders apart.
+        """
+        self._rate.assign(tf.cast(part.rate, tf.float64))
+        self._ballot = part.ballot
+        if part.witness is None:
+            return
+        with tf.device("CPU:0"):
+            place = 1.0 + tf.cast(self.position, tf.float64)
+            self._read.assign_add(tf.cast(part.witness, tf.float64) / place)
+            self.components.assign(part.components)
+
+    def moves(self, has_rows: tf.Tensor, early: tf.Tensor) -> None:
+        """Count what this worker has of a step, which may be an early, synchronous one.
+
+        A worker without rows has not moved, and is left out of the mean.
+        """
+        self.moved.assign_add(tf.cast(has_rows & ~early, tf.int64))
+        self.unsettled.assign_add(tf.cast(has_rows, tf.int64))
+
+    def step(self) -> tf.Tensor:
+        """Count a step that has been applied; tell whether it was a local one."""
+        with tf.device("CPU:0"):
+            local = self.taken >= self._config.synchronous_steps
+            self.position.assign_add(tf.cast(local, tf.int64))
+        self.taken.assign_add(1)
+        return local
+
+    def is_due(self, local: tf.Tensor) -> tf.Tensor:
+        """Tell whether it is time for a round, given what `step` returned."""
+        with tf.device("CPU:0"):
+            return local & (self.position >= self.period)
+
+    def has_taken(self, steps: int) -> tf.Tensor:
+        """Tell whether so many steps were taken, on the host: it chooses what to do."""
+        with tf.device("CPU:0"):
+            return self.taken == steps
+
+    # Rounds.
+
+    def header(
+        self, account: int, nonfinite: tf.Tensor, done: bool
+    ) -> averaging.Header:
+        """Return what this worker tells at the start of a round.
+
+        Args:
+            account: whose parameters.
+            nonfinite: of the parameters, see `averaging.Header`.
+            done: whether it has come to the end of its data.
+        """
+        header = averaging.Header(
+            account,
+            self.rounds,
+            self.moved,
+            self.unsettled,
+            done,
+            nonfinite,
+            self.loss,
+            self._rate,
+            *tf.unstack(self._read.read_value()),
+        )
+        if self._ballot is not None:
+            header = header._replace(stops=self._ballot.own.read_value())
+        return header
+
+    def hear(self, headers: averaging.Header) -> None:
+        """Take in the votes of all workers."""
+        if self._ballot is not None:
+            self._ballot.last.assign(tf.cast(headers.stops, tf.float32))
+
+    def adapt(self, loss: Callable[[], tf.Tensor]) -> None:
+        """Choose the next period, where it adapts, by the mean loss in the last one."""
+        if self._config.period != ADAPTIVE:
+            return
+        found = loss()
+        known = tf.math.is_finite(self._first_loss)
+        first = self._first_loss.assign(tf.where(known, self._first_loss, found))
+        least, most = self._config.min_period, self._config.max_period
+        period = averaging.next_period(self.period, found, first, least, most)
+        self.period.assign(period)
+
+    def begin(self) -> None:
+        """Begin a period."""
+        for counter in (self.position, self.moved):
+            counter.assign(0)
+        self._read.assign(tf.zeros_like(self._read))
+
+    # State.
+
+    @property
+    def state(self) -> Mapping[str, tf.Variable]:
+        """Counters of the period."""
+        return {
+            "steps": self.taken,
+            "position": self.position,
+            "moved": self.moved,
+            "unsettled": self.unsettled,
+            "period": self.period,
+            "rounds": self.rounds,
+            "first_loss": self._first_loss,
+            "distance": self.distance,
+            "loss": self.loss,
+        }
+
+    def loaded(self) -> None:
+        """Keep to the settings, where another period was loaded."""
+        config = self._config
+        least, most = config.min_period, config.max_period
+        if not isinstance(config.period, str):
+            least = most = config.period
+        self.period.assign(tf.clip_by_value(self.period, least, most))
+
+    def stats(self) -> RoundStats:
+        """Return how it goes on."""
+        fields = self.rounds, self.period, self.position, self.distance
+        return RoundStats(*[field.read_value() for field in fields])
