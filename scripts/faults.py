@@ -63,13 +63,14 @@ MOMENTS = {
     "warmup": ("dgc",),
     "sparse": ("dgc",),
     "round": ("averaging",),
+    "flight": ("flight",),
     "activations": ("split",),
     "evaluation": ("dense", "dgc", "averaging"),
     "checkpoint": ("dense", "dgc", "averaging"),
 }
 SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 # Whichever collective the others wait in, a signal finds them alike.
-_SIGNALLED_IN = ("start", "sparse", "checkpoint")
+_SIGNALLED_IN = ("start", "sparse", "flight", "checkpoint")
 MARGIN_SECONDS = 30.0  # interpreters take seconds to end where much else runs
 _START_SECONDS = 150.0
 _POLL_SECONDS = 0.05
@@ -136,7 +137,7 @@ class Outcome:
 
 def product() -> list[Case]:
     """Returns all cases."""
-    strategies = ("dense", "dgc", "averaging", "split")
+    strategies = ("dense", "dgc", "averaging", "flight", "split")
     found = itertools.product(KINDS, WAYS, strategies, MOMENTS)
     return [case for each in found if (case := Case(*each)).makes_sense]
 

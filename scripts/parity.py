@@ -45,6 +45,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples"), str(HERE)]
 
 TEXT = "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"
+ROUND_SIGNS = {"compress": True, "sparsity": 0.95, "value_dtype": "sign"}
 ROWS: dict[str, dict[str, Any]] = {
     # Keras's own momentum on the sum of the gradients: plain synchronous SGD. Where the
     # task clips, each worker clips its own gradient, as in compressed training.
@@ -68,6 +69,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "outer_16": {"period": 16, "outer_rate": 0.7},
     "outer_64": {"period": 64, "outer_rate": 0.7},
     "compressed_16": {"period": 16, "compress": True, "sparsity": 0.99},
+    "signs_16": {"period": 16} | ROUND_SIGNS,
+    "flight_16": {"period": 16, "overlap": "auto"},
+    "flight_16_signs": {"period": 16, "overlap": "auto"} | ROUND_SIGNS,
     "downpour": {"servers": 1},
     "downpour_dgc": {"servers": 1, "compress": True},
 }
@@ -151,6 +155,7 @@ AVERAGING: dict[str, Any] = {
     "outer_rate": None,
     "outer_momentum": 0.9,
     "compress": False,
+    "overlap": None,
 }
 SERVED: dict[str, Any] = {
     "servers": None,
@@ -344,6 +349,7 @@ def averaging_of(settings: dict[str, Any]) -> Any:
         synchronous_steps=settings["synchronous_steps"],
         outer_optimizer=outer if settings["outer_rate"] else None,
         compression=compression_of(settings) if settings["compress"] else None,
+        overlap=settings["overlap"],
     )
     return tf_dgc.ParameterAveragingStrategy(config)
 

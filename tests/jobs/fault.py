@@ -26,6 +26,7 @@ import keras
 import tf_dgc
 from tf_dgc.exchanges import state_files
 
+STRATEGIES = "dense", "dgc", "averaging", "flight", "split"
 PERIOD = 3  # local steps
 WARMUP = 6  # steps; an epoch has four
 # In which batch of all, at whose beginning, or by which call of a hook it happens.
@@ -35,6 +36,7 @@ MOMENTS = {
     "sparse": 9,
     "activations": 9,
     "round": 4 + PERIOD - 1,
+    "flight": 4 + PERIOD - 1,  # of the other worker, which goes on
     "evaluation": 5,
     "checkpoint": 1,
 }
@@ -54,7 +56,8 @@ def strategy_of(name: str, transport: str) -> Any:
     config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1, warmup_steps=WARMUP)
     if name == "dgc":
         return tf_dgc.DGCStrategy(config, transport=transport)
-    averaging = tf_dgc.AveragingConfig(period=PERIOD)
+    overlap = PERIOD if name == "flight" else None
+    averaging = tf_dgc.AveragingConfig(period=PERIOD, overlap=overlap)
     return tf_dgc.ParameterAveragingStrategy(averaging, transport=transport)
 
 
@@ -111,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
     parser.add_argument("--moment", choices=MOMENTS, required=True)
-    parser.add_argument("--strategy", choices=("dense", "dgc", "averaging", "split"))
+    parser.add_argument("--strategy", choices=STRATEGIES)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--folder", required=True)
     parser.add_argument("--rank", type=int, default=1, help="whom it happens to")
@@ -133,7 +136,7 @@ def main() -> None:
 
     class Watch(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            fault.at("warmup", "sparse", "round", "activations")
+            fault.at("warmup", "sparse", "round", "flight", "activations")
 
         def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
             fault.at("evaluation")

@@ -53,6 +53,10 @@ STRATEGIES: dict[str, Callable[[str], Any]] = {
         ),
         transport=transport,
     ),
+    # Rounds that land in the midst of an epoch, and others at its end.
+    "averaging_in_flight": lambda transport: tf_dgc.ParameterAveragingStrategy(
+        tf_dgc.AveragingConfig(period=2, overlap=1), transport=transport
+    ),
 }
 FEATURES: dict[str, Callable[[Any], dict[str, Any]]] = {}
 

@@ -54,12 +54,14 @@ LINEAR = (
 )
 # Strategies that compute what one worker does.
 EQUAL = ("dense", "dgc_dense", "averaging_every_step")
-INEXACT = ("dgc", "averaging", "averaging_by_all_means")
+AVERAGING = {0: "averaging_by_all_means", 1: "averaging_in_flight"}  # of five
+INEXACT = ("dgc", "averaging", *AVERAGING.values())
 # What need not make progress in so short a time. The learning rate of loss_scaling is
 # next to nothing; a tenth of a change is sent, with momentum: it overshoots.
 UNSTEADY = {
     "dgc": {"loss_scaling"},
     "averaging": {"loss_scaling"},
+    "averaging_in_flight": {"loss_scaling"},
     "averaging_by_all_means": {*features.FEATURES}
     - {"adam", "two_optimizers", "custom_loop"},
 }
@@ -80,7 +82,7 @@ def pairs() -> Iterator[Case]:
     for i, name in enumerate(features.FEATURES):
         turn = i % 3 + i // 3
         exact = EQUAL[i % 3] if name in names_of(EQUAL[i % 3]) else EQUAL[i % 2]
-        averaging = "averaging" if i // 2 % 5 else "averaging_by_all_means"
+        averaging = AVERAGING.get(i // 2 % 5, "averaging")
         for number, strategy in enumerate((exact, "dgc", averaging)):
             yield strategy, PAIRS[(turn + number) % 3], name
 
