@@ -222,27 +222,32 @@ def _follow_call(
     handles = {i for i, t in enumerate(operation.inputs) if t.dtype == tf.resource}
     skipped = 1 if operation.type in _CHOICES else 0
     bodies = [_graph_of(graph, name) for name in _functions_of(operation)]
-    if None in bodies or (skipped and 0 in places):
+    if None in bodies:
         return outputs, handles  # whatever is written may depend on it
+    if skipped and 0 in places:
+        return outputs, {i + skipped for i in _written_in(bodies)}
     inner = frozenset(i - skipped for i in places)
     if operation.type in _LOOPS:
-        return _follow_loop(operation, bodies, inner, (outputs, handles))
+        return _follow_loop(bodies, inner, outputs)
     found = [_follow_function(each, inner) for each in bodies]
     reaching = {i for each, _ in found for i in each}
     return reaching, {i + skipped for _, each in found for i in each}
 
 
+def _written_in(bodies: Sequence[Any]) -> set[int]:
+    """Return which inputs are handles of variables that functions write to at all."""
+    found = (_follow_function(each, range(len(each.inputs))) for each in bodies)
+    return {i for _, handles in found for i in handles}
+
+
 def _follow_loop(
-    operation: Any,
-    bodies: Sequence[Any],
-    places: frozenset[int],
-    everything: tuple[set[int], set[int]],
+    bodies: Sequence[Any], places: frozenset[int], outputs: set[int]
 ) -> tuple[set[int], set[int]]:
     condition, body = bodies
     written: set[int] = set()
     while True:
         if _follow_function(condition, places)[0]:
-            return everything
+            return outputs, _written_in([body])
         reaching, handles = _follow_function(body, places)
         written |= handles
         more = places | reaching
