@@ -179,6 +179,8 @@ class StatesTest(tf.test.TestCase):
         for draws in range(3):  # of which some keep a second number for later
             random.gauss(0, 1), np.random.normal(size=draws)
             states = randomness.encoded_states()
+            # tf.debugging.enable_check_numerics lets nothing else through.
+            self.assertAllInRange(states[1], -9.0, 9.0)
             expected = self.drawn()
             random.seed(), np.random.seed()
             randomness.restore_states(*states)

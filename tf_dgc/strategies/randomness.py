@@ -95,7 +95,8 @@ def encoded_states() -> tuple[np.ndarray, np.ndarray]:
     """Return the states of `random` and of NumPy's global generator.
 
     Returns:
-        shape [1251], int64, and shape [2], float64: as `restore_states` takes them.
+        shape [1252], int64, and shape [2], float64, finite: as `restore_states` takes
+        them.
     """
     _, words, gauss = random.getstate()
     numpys = np.random.get_state(legacy=False)
@@ -104,19 +105,17 @@ def encoded_states() -> tuple[np.ndarray, np.ndarray]:
     if is_known:
         key[:] = numpys["state"]["key"]
     position = numpys["state"]["pos"] if is_known else -1
-    more = [position, numpys["has_gauss"]]
+    more = [gauss is not None, position, numpys["has_gauss"]]
     integers = np.concatenate([np.array(words, np.int64), key, more])
-    none = float("nan")
-    return integers, np.array([none if gauss is None else gauss, numpys["gauss"]])
+    return integers, np.array([gauss or 0.0, numpys["gauss"]])
 
 
 def restore_states(integers: np.ndarray, floats: np.ndarray) -> None:
     """Take over states; NumPy's only where both are of its usual generator."""
     count = _WORDS + 1
     words = tuple(map(int, integers[:count]))
-    gauss = None if np.isnan(floats[0]) else float(floats[0])
-    random.setstate((3, words, gauss))
-    key, (position, has_gauss) = integers[count:-2], integers[-2:]
+    key, (is_drawn, position, has_gauss) = integers[count:-3], integers[-3:]
+    random.setstate((3, words, float(floats[0]) if is_drawn else None))
     known = np.random.get_state(legacy=False)["bit_generator"] == "MT19937"
     if known and position >= 0:
         state = "MT19937", key.astype(np.uint32), int(position), int(has_gauss)
