@@ -447,6 +447,24 @@ def sums_over_the_transport_of_auto(transport: str = "auto") -> dict[str, Any]:
 
 
 @case
+def caught_on_the_chief() -> None:
+    strategy = tf_dgc.DenseStrategy()
+
+    def fail(batch: int, logs: Any = None) -> None:
+        if strategy.rank == 0 and batch == 1:
+            raise OSError("no room")
+
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+    fails = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    try:
+        fit(model, epochs=3, callbacks=[fails])
+    except OSError:
+        strategy.barrier()
+
+
+@case
 def one_is_done_before_the_other() -> dict[str, Any]:
     # What is registered first runs last, after the transport has said good-bye.
     # The clock is the machine's; in which order lines of two come says nothing.

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tf_dgc.transports.turnstile import Turnstile
-from tf_dgc.transports.watchdog import STEP, complaint
+from tf_dgc.transports.watchdog import LEFT, STEP, complaint
 
 PROGRAM = """
 import threading
@@ -76,6 +76,12 @@ class WatchdogTest(unittest.TestCase):
         text = complaint(1, 15.0, {1: STEP})
         self.assertRegex(text, "^Worker 1 has waited for more than 15 s .* in a step. ")
         self.assertNotIn("metrics", text)
+
+    def test_who_has_left_a_training_is_told_with_the_reason(self) -> None:
+        text = complaint(1, 15.0, {1: STEP, 0: f"{LEFT} ValueError: no room"})
+        told = "worker 0 no more, as it has left its `fit` by 'ValueError: no room'"
+        self.assertIn(told, text)
+        self.assertIn("let all workers go on alike", text)
 
     def test_a_turnstile_knows_where_it_is(self) -> None:
         turnstile = Turnstile()

@@ -71,7 +71,8 @@ class Stopping:
         self._trainings.append(_Training(model))
         self._vote()
         try:
-            yield
+            with self._transport.training():
+                yield
         finally:
             self._trainings.pop()
             self._vote()

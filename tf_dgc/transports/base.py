@@ -301,6 +301,14 @@ class Transport(abc.ABC):
         """
         return contextlib.nullcontext()
 
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this worker trains, as in a `fit`.
+
+        Others, which wait for it, know where it has left the context by an exception.
+        All workers enter as many.
+        """
+        return contextlib.nullcontext()
+
     def barrier(self) -> None:
         """Wait, eagerly, until every worker has come here."""
         self.all_reduce([tf.zeros([], tf.int32)], "barrier")

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from tf_dgc import _host
 from tf_dgc.transports import base, ending, rendezvous
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.turnstile import END, FLIGHT, STEP, Turnstile
-from tf_dgc.transports.watchdog import DONE, Watchdog, complaint
+from tf_dgc.transports.watchdog import DONE, LEFT, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -134,6 +134,8 @@ class CollectiveTransport(base.Transport):
         self._places: dict[int, str] = {}  # where workers wait, and in which call
         self._waits = -1
         self._done_since: dict[int, float] = {}
+        self._trainings = 0  # begun
+        self._left: dict[int, tuple[str, float]] = {}  # why, and since when
         Watchdog(self._turnstile.calls, self.timeout, self._abort, self._in_vain)
         ending.watch()
         atexit.register(self._leave)
@@ -226,6 +228,20 @@ class CollectiveTransport(base.Transport):
         """Return a context in which this worker has no more batches."""
         return self._turnstile.at_end(batches)
 
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Tell others where this worker leaves the context by an exception."""
+        self._trainings += 1
+        self._left = {}
+        key = f"tf_dgc/left/{self._trainings}/{self.rank}"
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(tf.errors.OpError):
+                told = _host.tracebacks.told(error)[:_TOLD_CHARACTERS]
+                _host.tensorflow.publish(key, told)
+            raise
+
     def _leave(self) -> None:
         """Stay for those who still fetch something or do not end; if this failed, tell.
 
@@ -297,8 +313,10 @@ class CollectiveTransport(base.Transport):
                     f"{key}/{peer}", 0.001
                 )
         self._places |= dict.fromkeys(self._done(), DONE)
+        self._places |= self._gone_from_training()
         places = {*self._places.values()}
         elsewhere = DONE in places or len(places - {STEP}) > 1
+        elsewhere |= any(each.startswith(LEFT) for each in places)
         # Whose data have ended waits eagerly for all, none of whom is in a step then.
         elsewhere |= STEP in places and any(e.startswith(END) for e in places)
         return elsewhere and int(self._turnstile.calls.numpy()) == calls
@@ -326,6 +344,17 @@ class CollectiveTransport(base.Transport):
         with contextlib.suppress(tf.errors.OpError):
             _host.tensorflow.publish(self._flight_of(self.rank))
         return bool(self._done())
+
+    def _gone_from_training(self) -> dict[int, str]:
+        """Return why workers left this training by an exception a while ago."""
+        for peer in set(range(self.size)) - {self.rank} - self._left.keys():
+            key = f"tf_dgc/left/{self._trainings}/{peer}"
+            with contextlib.suppress(tf.errors.OpError):
+                told = _host.tensorflow.wait_for_key(key, 0.001)
+                self._left[peer] = told, time.monotonic()
+        late = time.monotonic() - _LEAVE_SECONDS
+        left = [(p, told) for p, (told, since) in self._left.items() if since < late]
+        return {peer: f"{LEFT} {told}" for peer, told in left}
 
     def _done(self) -> list[int]:
         """Return the workers that have been done for longer than a message takes."""

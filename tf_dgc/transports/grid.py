@@ -100,6 +100,10 @@ class Grid(base.Transport):
         """Return a grid over the other transport's."""
         return Grid(self._ring.aside(thread))
 
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this worker trains."""
+        return self.everybody.training()
+
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
         return self._ring.at_end(batches)

@@ -76,6 +76,10 @@ class HybridTransport(base.Transport):
         )
         return other
 
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this worker trains."""
+        return self._dense.training()
+
     @contextlib.contextmanager
     def at_end(self, batches: int) -> Iterator[None]:
         """Return a context in which this worker has no more batches."""

@@ -98,7 +98,9 @@ class Watchdog:
 
 
 DONE = "no more, as its script has ended"
+LEFT = "left"  # in the place of names of collectives, before an exception
 _PLACES = {
+    "applied": "the end of a training step, which compares its decisions",
     "agree.digest": "the comparing of what must be equal, as data or variables",
     "barrier": "a barrier, or behind a callback that writes",
     "metric": "the reading of a metric",
@@ -128,6 +130,7 @@ def complaint(rank: int, timeout: float, places: Mapping[int, str]) -> str:
     )
     metric = "metric" in places.values()
     ended = any(name.startswith(END) for name in places.values())
+    left = any(name.startswith(f"{LEFT} ") for name in places.values())
     return (
         f"{begin} in a collective that not all workers entered. Waiting: {waiting}. "
         + "All workers must read metrics together: call `result()` on all, and print "
@@ -136,15 +139,24 @@ def complaint(rank: int, timeout: float, places: Mapping[int, str]) -> str:
         + "Where data end earlier on one worker, they are not the same: a filter that "
         "draws numbers needs a seed, a generator must give as much on all. "
         * ended
+        + "A Python condition in an eager step may decide by each worker's own rows "
+        "whether an optimizer is applied: decide by a tensor, as `if loss < limit:`, "
+        "not by `float(loss)` or `loss.numpy()`. "
+        * ("applied" in places.values())
+        + "The script catches that exception on one worker: let all workers go on "
+        "alike, or let the exception end the script. "
+        * left
         + "Do all workers run the same script on the same number of batches? "
         "TF_DGC_TIMEOUT sets the time."
     )
 
 
 def _place(name: str) -> str:
-    kind, _, batches = name.partition(" ")
+    kind, _, more = name.partition(" ")
     if kind == END:
-        return f"at the end of its data, after {batches} batches of the epoch"
+        return f"at the end of its data, after {more} batches of the epoch"
+    if kind == LEFT:
+        return f"no more, as it has left its `fit` by {more!r}"
     return f"in {_PLACES.get(name, repr(name))}"
 
 
