@@ -76,6 +76,14 @@ class VerdictTest(parameterized.TestCase):
         self.assertEqual(("gradients", 1, "kernel"), found[:3])
         self.assertIn(text, found.cause)
 
+    def test_an_epoch_that_ends_before_the_steps_is_told(self) -> None:
+        alone = run(step(ROWS), asked=3)
+        text = verdict.text(alone, halves(), None)
+        self.assertIn("ended after 1 of the 3 steps", text)
+        self.assertNotIn(
+            "ended", verdict.text(run(step(ROWS), asked=1), halves(), None)
+        )
+
     def test_a_line_that_clips_is_named(self) -> None:
         found = self.found(halves(scaled(0.7)), clips=["train.py:9"])
         self.assertIn("train.py:9", found.cause)

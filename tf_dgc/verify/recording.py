@@ -206,6 +206,7 @@ class Recorder(keras.callbacks.Callback):
     def _end(self) -> None:
         model = self.model
         self._notes["trainable"] = list(_weights_of(model, trainable=True))
+        self._notes["asked"] = self._count
         save(self._path, RecordedRun(self._notes, self._initial or {}, self._steps))
         raise Enough("all steps are recorded")
 

@@ -200,8 +200,9 @@ def _cause_of_gradients(
         )
     return (
         "a loss that is not made of the losses of single rows: one that compares a row "
-        "with the others of the batch (contrastive), is divided by a number that "
-        "differs by worker (a mask), or uses statistics of the batch. Gather with "
+        "with the others of the batch (contrastive), chooses among them (a sort, a "
+        "top-k, as of hard examples), is divided by a number that differs by worker (a "
+        "mask), or uses statistics of the batch. Gather with "
         "`tf.distribute.get_replica_context().all_gather`, or divide by a number of "
         "the whole batch"
     )
@@ -384,6 +385,12 @@ def text(
 
 def _remarks(run: RecordedRun) -> list[str]:
     remarks = []
+    asked = run.notes.get("asked", 0)
+    if len(run.steps) < asked:
+        remarks.append(
+            f"The first epoch has ended after {len(run.steps)} of the {asked} steps "
+            "that were to be compared; later epochs were not looked at"
+        )
     if run.notes.get("batch_norms"):
         remarks.append(
             f"{run.notes['batch_norms']} layer(s) of batch normalization were made "
