@@ -521,14 +521,17 @@ def _built(original: Callable[..., Any], model: Any, batch: Any) -> Any:
     """Let Keras build a model by a batch, which may have no targets.
 
     A step then makes them, and what `compile` was given is built there, as in Keras
-    without a strategy.
+    without a strategy; so it is where targets do not fit what the model gives outside
+    of training.
     """
     known = not isinstance(batch, tuple) or len(batch) <= 3
     if not known and not _host.keras.is_of_keras(model.train_step):
         return None  # as without a strategy: the step alone knows what a batch has
     _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if targets is not None:
-        return original(model, data_batch=batch)
+        # Metrics may not take what the model gives when it does not train.
+        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):
+            return original(model, data_batch=batch)
     with _host.keras.built_without_targets(model):
         return original(model, data_batch=batch)
 
