@@ -90,8 +90,37 @@ def strategies(transport: Loopback) -> list[Any]:
     ]
 
 
+class Repeating(keras.Model):
+    """Gives more rows than it gets where it does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        found = self.dense(x)
+        return found if training else tf.repeat(found, 3, axis=0)
+
+
 @pytest.mark.long
 class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
+    def test_a_model_may_give_other_rows_where_it_does_not_train(self) -> None:
+        x, y = data(17)
+
+        def work() -> Any:
+            model = Repeating()
+            model.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
+            fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
+            return model.fit(x, y, **fit).history, model.get_weights()
+
+        def on_worker(transport: Loopback) -> Any:
+            with tf_dgc.DenseStrategy(transport=transport).scope():
+                return work()
+
+        expected = work()
+        for found in run_workers(2, on_worker):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
     @parameterized.parameters(
         ("guide", 3, False),
         ("value", 2, False),

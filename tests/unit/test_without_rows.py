@@ -215,6 +215,16 @@ class FlowTest(tf.test.TestCase):
         self.assertTrue(flow.wrote(a))
         self.assertIn("a", self.written_in_graph(step))
 
+    def test_a_loop_as_long_as_the_rows_only_reads_what_it_reads(self) -> None:
+        def step(x: tf.Tensor, a: Any, b: Any) -> None:
+            def once(i: tf.Tensor) -> tf.Tensor:
+                a.assign_add(1.0)
+                return i + 1 + tf.cast(0.0 * b, tf.int32)
+
+            tf.while_loop(lambda i: tf.cast(i, x.dtype) < x[0], once, [0])
+
+        self.assertEqual(self.written_in_graph(step), {"a"})
+
     def written_in_graph(self, step: Any) -> set[str]:
         variables = {name: tf.Variable(1.0) for name in "ab"}
         found: set[str] = set()
