@@ -156,7 +156,7 @@ class TracedTest(tf.test.TestCase):
             self.assertAllClose(second["moving mean"], two[0]["moving mean"])
 
 
-class FlowTest(tf.test.TestCase):
+class FlowTest(parameterized.TestCase, tf.test.TestCase):
     """What a traced step writes to variables, of a row that stands for none."""
 
     def written(self, step: Any, *names: str) -> set[str]:
@@ -224,6 +224,55 @@ class FlowTest(tf.test.TestCase):
             tf.while_loop(lambda i: tf.cast(i, x.dtype) < x[0], once, [0])
 
         self.assertEqual(self.written_in_graph(step), {"a"})
+
+    def test_what_is_only_read_in_a_branch_or_a_loop_is_not_written(self) -> None:
+        def step(x: tf.Tensor, a: Any, b: Any, c: Any) -> None:
+            tf.cond(x[0] > 0.0, lambda: a + 1.0, lambda: b.assign(0.0) + 0.0)
+            turns = tf.cast(tf.reduce_sum(x), tf.int32)
+
+            def body(i: tf.Tensor) -> tf.Tensor:
+                c.assign_add(1.0)
+                tf.cond(a > 0.0, lambda: b.assign(2.0) + a, lambda: a + 0.0)
+                return i + 1
+
+            tf.while_loop(lambda i: i < turns, body, [0])
+
+        variables = {name: tf.Variable(1.0) for name in "abc"}
+        found: set[str] = set()
+
+        @tf.function(autograph=False)
+        def traced(x: tf.Tensor) -> None:
+            with _host.flow.Flow([x]) as flow:
+                step(x, **variables)
+            found.update(n for n, v in variables.items() if flow.wrote(v))
+
+        traced.get_concrete_function(tf.ones([2]))
+        self.assertEqual(found, {"b", "c"})
+
+    @parameterized.product(
+        name=["SimpleRNN", "GRU", "LSTM", "Bidirectional"], masked=[True, False]
+    )
+    def test_recurrent_layers_write_to_no_weight(self, name: str, masked: bool) -> None:
+        layer = (
+            keras.layers.Bidirectional(keras.layers.LSTM(2))
+            if name == "Bidirectional"
+            else getattr(keras.layers, name)(2)
+        )
+        layer.build((None, None, 3))
+        tokens = keras.layers.Embedding(5, 3, mask_zero=masked)
+        tokens.build()
+
+        @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
+        def traced(x: tf.Tensor) -> None:
+            with _host.flow.Flow([x]) as flow:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(layer(tokens(x)))
+                tape.gradient(loss, [v.value for v in layer.trainable_variables])
+            self.assertTrue(flow.reaches(loss))
+            written = [v.path for v in layer.weights if flow.wrote(v.value)]
+            self.assertEqual(written, [])
+
+        traced.get_concrete_function()
 
     def written_in_graph(self, step: Any) -> set[str]:
         variables = {name: tf.Variable(1.0) for name in "ab"}
