@@ -9,6 +9,7 @@ import unittest
 
 from tf_dgc.launcher import output
 from tf_dgc.launcher.apart import Pauses
+from tf_dgc.launcher.job import Early
 
 
 def cut(chunks: list[bytes]) -> list[bytes]:
@@ -104,6 +105,24 @@ class StreamTest(unittest.TestCase):
         except BlockingIOError:
             os.set_blocking(sink, True)
         output.Stream(sink, "it").note("not read")  # comes back
+
+
+class EarlyTest(unittest.TestCase):
+    def test_who_has_ended_well_long_before_others_is_named_once(self) -> None:
+        early, ended = Early(), [None, 0, None]
+        self.assertEqual(early.notice([None, None, None], 0.0), "")
+        self.assertEqual(early.notice(ended, 100.0), "")
+        self.assertEqual(early.notice(ended, 109.0), "")
+        self.assertEqual(
+            early.notice(ended, 110.0),
+            "worker 1 ended with status 0 more than 10 s ago; workers 0, 2 still run",
+        )
+        self.assertEqual(early.notice([None, 0, 0], 130.0), "")
+
+    def test_nothing_is_said_where_all_end_together(self) -> None:
+        early = Early()
+        self.assertEqual(early.notice([0, None], 0.0), "")
+        self.assertEqual(early.notice([0, 0], 20.0), "")
 
 
 class PausesTest(unittest.TestCase):

@@ -353,6 +353,35 @@ class LeavingTest(tf.test.TestCase):
         self.assertIn("vain", told)
         self.assertIn("worker 1 in no more, as its script has ended", told)
 
+    def all_leave(self, *published: str) -> bool:
+        own = mock.Mock(rank=0, size=3, timeout=5.0, addresses=["a:1", "b:1", "c:1"])
+        own._turnstile.calls.numpy.return_value = 8
+
+        def wait_for_key(key: str, seconds: float) -> str:
+            if key.removeprefix("tf_dgc/") in published:
+                return "1"
+            raise tf.errors.DeadlineExceededError(None, None, key)
+
+        with (
+            mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
+            mock.patch.object(_host.tensorflow, "publish") as publish,
+            mock.patch.object(collective.time, "sleep"),
+            mock.patch.object(collective.time, "monotonic", side_effect=range(999)),
+            mock.patch.object(rendezvous, "unreachable", return_value=[]),
+        ):
+            found = collective.CollectiveTransport.all_leave(own)
+        publish.assert_called_once_with("tf_dgc/leaves/8/0")
+        return found
+
+    def test_all_leave_where_all_do_after_the_same_call(self) -> None:
+        self.assertTrue(self.all_leave("leaves/8/1", "leaves/8/2"))
+
+    def test_not_all_leave_where_one_waits_in_the_next_call_or_never_comes(
+        self,
+    ) -> None:
+        self.assertFalse(self.all_leave("leaves/8/1", "waits/9/2"))
+        self.assertFalse(self.all_leave("leaves/8/1", "leaves/6/2"))
+
 
 class Store(http.server.BaseHTTPRequestHandler):
     """What horovodrun serves: PUT and GET of /scope/key, 404 until it is there."""

@@ -148,6 +148,11 @@ def own_line() -> str:
     return _line_of(traceback.extract_stack())
 
 
+def line_in(error: BaseException) -> str:
+    """Return the line of the user's code where an error came up, or ""."""
+    return _line_of(traceback.extract_tb(error.__traceback__))
+
+
 def called_by_library() -> bool:
     """Tell whether TensorFlow or Keras, not a user's script, asks this package."""
     frame: Any = inspect.currentframe()

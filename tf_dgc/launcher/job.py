@@ -17,6 +17,42 @@ from tf_dgc.launcher.workers import (
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIMED_OUT = 124  # as of timeout(1)
 CANNOT_START = 127  # as of a shell
+# A worker that ends well and before others may leave them waiting for it.
+_ALONE_SECONDS = 10.0
+
+
+class Early:
+    """Workers that have ended well, while others run: told once."""
+
+    def __init__(self) -> None:
+        """Begin with workers that run."""
+        self._since: dict[int, float] = {}
+        self._said = False
+
+    def notice(self, codes: Sequence[int | None], now: float) -> str:
+        """Return what there is to say, or "".
+
+        Args:
+            codes: exit code of each worker, None where it still runs.
+            now: in seconds.
+        """
+        running = [rank for rank, code in enumerate(codes) if code is None]
+        for rank, code in enumerate(codes):
+            if code == 0:
+                self._since.setdefault(rank, now)
+        early = [r for r, t in self._since.items() if now - t >= _ALONE_SECONDS]
+        if self._said or not (early and running):
+            return ""
+        self._said = True
+        return (
+            f"{_named(early)} ended with status 0 more than {_ALONE_SECONDS:g} s ago; "
+            f"{_named(running)} still run{'s' * (len(running) == 1)}"
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"worker{'s' * (len(ranks) > 1)} {numbers}"
 
 
 class Job:
@@ -102,6 +138,7 @@ class Job:
             obstacle = obstacle_of("tasks", error)
             self._say(str(obstacle))
             return CANNOT_START, isinstance(obstacle, NotThere)
+        self._early = Early()
         self._apart: Apart | None = None
         if self._tasks.others:
             self._apart = Apart(
@@ -141,7 +178,10 @@ class Job:
         if self._apart is not None:
             end = self._apart.end_of(group)
         else:
-            end = _together(group.exit_codes())
+            codes = group.exit_codes()
+            end = _together(codes)
+            if notice := self._early.notice(codes, time.monotonic()):
+                self._say(notice)
         return end or self._end_by_itself()
 
     def _next_attempt(self) -> int | None:

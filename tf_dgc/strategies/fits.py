@@ -139,6 +139,10 @@ def _noted(what: str, model: keras.Model, epochs: int = 1) -> Iterator[None]:
         if _may_count_by_constant(str(error), workers):
             error.add_note(_BY_CONSTANT)
         raise
+    except SystemExit as error:
+        if several and not error.code:
+            _refuse_to_leave(run, strategy, error)
+        raise
     finally:
         _running.remove(run)
 
@@ -149,6 +153,22 @@ def _may_count_by_constant(text: str, workers: int) -> bool:
         return False
     sizes = {int(size) for size in re.findall(r"\b\d+\b", _DIFFERS.split(text)[-1])}
     return any(size and size * workers in sizes for size in sizes)
+
+
+def _refuse_to_leave(run: Run, strategy: Any, error: SystemExit) -> None:
+    """Make a failure of an end without one, where others are still in the run.
+
+    Raises:
+        RuntimeError: not all workers leave it at this point.
+    """
+    if not strategy.transport.all_leave():
+        line = _host.operations.line_in(error)
+        raise RuntimeError(
+            f"Worker {strategy.rank} has left `{run.what}` by `sys.exit`"
+            f"{f', at {line},' * bool(line)} while others are still in it, and wait "
+            "for this one. To end training on all workers set `model.stop_training`, "
+            "which one of them may do; or let all call `sys.exit` after the same batch"
+        ) from None
 
 
 def _rank_of(model: keras.Model) -> Any:

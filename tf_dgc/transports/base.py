@@ -291,6 +291,13 @@ class Transport(abc.ABC):
         (count,) = self.all_reduce([tf.cast(own, tf.int32)], name)
         return tf.equal(count, self.size)
 
+    def all_leave(self) -> bool:
+        """Tell whether all workers leave where this one does, without a collective.
+
+        For what leaves a run in its middle. True where this cannot be found out.
+        """
+        return True
+
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches.
 

@@ -242,6 +242,28 @@ class CollectiveTransport(base.Transport):
                 _host.tensorflow.publish(key, told)
             raise
 
+    def all_leave(self) -> bool:
+        """Tell whether all workers leave where this one does.
+
+        Who goes on waits in the next call, and says so when it has waited a while, see
+        `_in_vain`; who leaves, too, has made as many calls.
+        """
+        calls = int(self._turnstile.calls.numpy())
+        peers = set(range(self.size)) - {self.rank}
+        deadline = time.monotonic() + self.timeout
+        with contextlib.suppress(tf.errors.OpError):  # an outer run asks once more
+            _host.tensorflow.publish(f"tf_dgc/leaves/{calls}/{self.rank}")
+        while peers and time.monotonic() < deadline:
+            for peer in sorted(peers):
+                if _is_published(f"tf_dgc/waits/{calls + 1}/{peer}"):
+                    return False
+                if _is_published(f"tf_dgc/leaves/{calls}/{peer}"):
+                    peers.discard(peer)
+            if peers & set(rendezvous.unreachable(self.addresses, self.rank)):
+                return False
+            time.sleep(_LOOK_SECONDS / 4)
+        return not peers
+
     def _leave(self) -> None:
         """Stay for those who still fetch something or do not end; if this failed, tell.
 
@@ -359,8 +381,7 @@ class CollectiveTransport(base.Transport):
     def _done(self) -> list[int]:
         """Return the workers that have been done for longer than a message takes."""
         for peer in set(range(self.size)) - {self.rank} - self._done_since.keys():
-            with contextlib.suppress(tf.errors.OpError):
-                _host.tensorflow.wait_for_key(f"tf_dgc/done/{peer}", 0.001)
+            if _is_published(f"tf_dgc/done/{peer}"):
                 self._done_since[peer] = time.monotonic()
         late = time.monotonic() - _LEAVE_SECONDS
         return [peer for peer, since in self._done_since.items() if since < late]
@@ -414,3 +435,11 @@ class Bystander(LocalTransport):
     def _passed(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         with self._turnstile.entered(tensor, name) as leave:
             return leave(tensor)
+
+
+def _is_published(key: str) -> bool:
+    try:
+        _host.tensorflow.wait_for_key(key, 0.001)
+    except tf.errors.OpError:
+        return False
+    return True

@@ -104,6 +104,10 @@ class Grid(base.Transport):
         """Return a context in which this worker trains."""
         return self.everybody.training()
 
+    def all_leave(self) -> bool:
+        """Tell whether all workers leave where this one does."""
+        return self._ring.all_leave()
+
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
         return self._ring.at_end(batches)
