@@ -111,7 +111,8 @@ def require(
     """
     if tf.executing_eagerly():
         if not ok:
-            tf.debugging.Assert(ok, told(), summarize)
+            parts = [_shown(part, summarize or 3) for part in told()]
+            raise tf.errors.InvalidArgumentError(None, None, " ".join(parts))
         return ok
 
     def refuse() -> tf.Tensor:
@@ -127,6 +128,13 @@ def require(
                 return tf.identity(ok)
 
     return tf.cond(ok, lambda: tf.constant(True), refuse, name=SELDOM)
+
+
+def _shown(part: Any, summarize: int) -> str:
+    """Return a text, or what a tensor holds as TensorFlow writes it."""
+    if isinstance(part, str):
+        return part
+    return str(tf.strings.format("{}", part, summarize=summarize).numpy().decode())
 
 
 def one_of(branches: Sequence[Callable[[], Any]], number: tf.Tensor | None) -> Any:

@@ -1,13 +1,17 @@
 """Tests of what is compared before the first step of a `fit`."""
 
+import sys
 from typing import Any
+from unittest import mock
 
 import keras
 import loopback
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
-from tf_dgc.strategies import compared
+import tf_dgc
+from tf_dgc.strategies import compared, fits
 
 
 def model(units: int = 2) -> keras.Model:
@@ -21,6 +25,72 @@ def model(units: int = 2) -> keras.Model:
     found.compile("adam", "mse", metrics=["mae"])
     found.optimizer.build(found.trainable_variables)
     return found
+
+
+class EndOfFitTest(parameterized.TestCase, tf.test.TestCase):
+    """A training that is shorter than the steps between two comparisons."""
+
+    def trained(self, change: float, strategy: str, when: str = "batch") -> list[Any]:
+        x = np.ones((8, 3), "float32")
+
+        def work(transport: loopback.Loopback) -> Any:
+            with getattr(tf_dgc, strategy)(transport=transport).scope():
+                own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+                own.compile("sgd", "mse")
+
+            def moves(*_: Any, **__: Any) -> None:
+                if transport.rank == 1:
+                    own.set_weights([w + change for w in own.get_weights()])
+
+            name = {"batch": "on_train_batch_end", "end": "on_train_end"}[when]
+            callback = keras.callbacks.LambdaCallback(**{name: moves})
+            y = np.zeros((8, 2), "float32")
+            own.fit(x, y, batch_size=4, verbose=0, callbacks=[callback])
+            return own.get_weights()
+
+        return loopback.run_workers(2, work)
+
+    @parameterized.product(strategy=["DenseStrategy"], when=["batch", "end"])
+    def test_weights_set_on_one_worker_stop_all(self, strategy: str, when: str) -> None:
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drifted apart"):
+            self.trained(1.0, strategy, when)
+
+    def test_weights_that_differ_by_rounding_become_those_of_the_chief(self) -> None:
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            one, other = self.trained(1e-8, "DenseStrategy", "end")
+        self.assertLen([e for e in logs.output if "by rounding" in e], 1)
+        self.assertAllEqual(one[0], other[0])
+
+    def test_where_the_environment_says_never_nothing_is_compared(self) -> None:
+        with mock.patch.dict("os.environ", TF_DGC_CHECK_STEPS="0"):
+            one, other = self.trained(1.0, "DenseStrategy", "end")
+        self.assertNotAllClose(one[0], other[0])
+
+
+class LeavesTest(tf.test.TestCase):
+    """A `sys.exit()` within `fit`, of one worker or of all."""
+
+    def left(self, all_leave: bool) -> None:
+        strategy = tf_dgc.DenseStrategy(transport="local")
+        run = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: sys.exit(0))
+        with strategy.scope():
+            own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            own.compile("sgd", "mse")
+        with (
+            mock.patch.object(strategy, "share", mock.Mock()),
+            mock.patch.object(strategy.transport, "all_leave", lambda: all_leave),
+        ):
+            with fits._noted("fit", own):
+                run.on_epoch_end(0)
+
+    def test_of_all_ends_as_in_one_process(self) -> None:
+        with self.assertRaises(SystemExit) as found:
+            self.left(all_leave=True)
+        self.assertEqual(found.exception.code, 0)
+
+    def test_of_one_is_a_failure_that_names_the_run(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "left `fit` by `sys.exit`"):
+            self.left(all_leave=False)
 
 
 class TakeOverTest(tf.test.TestCase):

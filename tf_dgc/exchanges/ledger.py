@@ -152,6 +152,19 @@ class Ledger:
         exchange.counters.record(figures)
         return update
 
+    def compare(self, owners: Sequence[Any]) -> None:
+        """Compare, eagerly, what some train in steps in which all workers meet.
+
+        Args:
+            owners: which live on all workers, as the optimizers of a model.
+
+        Raises:
+            tf.errors.InvalidArgumentError: weights have drifted apart, see `replicas`.
+        """
+        for exchange in self.exchanges(Choice(owners, ())):
+            if exchange.lockstep:
+                exchange.replicas.compare(exchange.variables, 0, now=True)
+
     def parameters(self, owner: object, variables: Sequence[Any]) -> None:
         """Exchange parameters, where it is they that are exchanged: after the step.
 

@@ -115,13 +115,14 @@ class Replicas:
             self._steps = own_variable(zero, "replica_steps")  # taken
             self._compared = own_variable(zero, "replica_compared")  # so many steps ago
 
-    def compare(self, variables: Sequence[Any], steps: Any) -> None:
-        """Compare variables, where it is time.
+    def compare(self, variables: Sequence[Any], steps: Any, now: bool = False) -> None:
+        """Compare variables, where it is time, or now.
 
         Args:
             variables: T that should have the same bits on all workers; what only
                 describes a tensor is left out.
             steps: taken since the last call, the same on all workers.
+            now: whether it is time in any case, unless it never is.
 
         Raises:
             tf.errors.InvalidArgumentError: they differ by more than rounding; on all
@@ -132,7 +133,7 @@ class Replicas:
             return
         with tf.device("CPU:0"):
             passed = self._steps.assign_add(tf.cast(steps, tf.int64))
-            due = passed - self._compared >= self._interval
+            due = now | (passed - self._compared >= self._interval)
 
         def gather() -> None:
             own = checksums([tf.convert_to_tensor(variable) for variable in variables])

@@ -353,6 +353,15 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if paths and self.is_chief:
             self._warn([compared.warning(paths, ranks)])
 
+    def compare_trained(self, model: keras.Model) -> None:
+        """Compare what was trained of a model, at the end of a `fit`.
+
+        As in steps: that may have been none since the weights of one worker were set.
+        All workers call this.
+        """
+        with self.scope():
+            self._ledger.compare(_host.keras.optimizers_of(model))
+
     def settle(self) -> None:
         """Make variables the same on all workers, where these may differ by now.
 

@@ -229,11 +229,14 @@ def _of(model: Any) -> Stopping | None:
 
 
 def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Watch a `fit`, which may end on one worker."""
+    """Watch a `fit`, which may end on one worker; compare weights at its end."""
     if (stopping := _of(model)) is None:
         return original(model, *args, **kwargs)
     with stopping.training(model):
-        return original(model, *args, **kwargs)
+        history = original(model, *args, **kwargs)
+    strategy: Any = _host.keras.strategy_of(model)
+    strategy.compare_trained(model)
+    return history
 
 
 def _training_now() -> tuple[Stopping, _Training] | None:
