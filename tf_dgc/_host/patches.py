@@ -21,6 +21,7 @@ with probe.imports():
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
     from keras.src.trainers.epoch_iterator import EpochIterator
     from keras.src.utils import io_utils
+    from tensorflow.python.checkpoint import checkpoint, checkpoint_management
     from tensorflow.python.data.ops import batch_op, interleave_op, map_op, readers
     from tensorflow.python.data.util import random_seed as data_random_seed
     from tensorflow.python.framework import ops, random_seed
@@ -30,6 +31,10 @@ with probe.imports():
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
     return [
+        (checkpoint, "TrackableSaver"),
+        (checkpoint_management, "update_checkpoint_state_internal"),
+        (checkpoint_management, "_delete_file_if_exists"),
+        (checkpoint_management, "get_checkpoint_state"),
         (batch_op, "_ParallelBatchDataset"),
         (interleave_op, "_ParallelInterleaveDataset"),
         (map_op, "_ParallelMapDataset"),
@@ -145,6 +150,17 @@ PLACES: dict[str, tuple[Any, str]] = {
     "set strategy": (tf.distribute, "experimental_set_strategy"),
     "cache": (tf.data.Dataset, "cache"),
     "save folder": (tf.saved_model, "save"),
+    # tensorflow/python/checkpoint: TrackableSaver.save(file_prefix), by which all
+    # checkpoints are written; what records the latest one in a file of the folder,
+    # reads that, and deletes files of old ones by a pattern.
+    "save checkpoint": (checkpoint.TrackableSaver, "save"),
+    "record checkpoint": (
+        checkpoint_management,
+        "update_checkpoint_state_internal",
+    ),
+    "delete checkpoint": (checkpoint_management, "_delete_file_if_exists"),
+    "checkpoint state": (checkpoint_management, "get_checkpoint_state"),
+    "checkpoint state, too": (tf.train, "get_checkpoint_state"),
     "load weights": (keras.Model, "load_weights"),
     "save": (keras.Model, "save"),
     "save weights": (keras.Model, "save_weights"),

@@ -17,6 +17,7 @@ from tf_dgc import _host
 from tf_dgc._host.patches import Hook, Place
 from tf_dgc.strategies import (
     adopted,
+    checkpoints,
     early_ends,
     embeddings,
     extended,
@@ -71,6 +72,11 @@ def _files() -> list[Patch]:
     return [
         Patch("cache", shared_paths.cache, own),
         Patch("save folder", shared_paths.save_folder, instant),
+        Patch("save checkpoint", checkpoints.save, own),
+        Patch("record checkpoint", checkpoints.record, own),
+        Patch("delete checkpoint", checkpoints.delete, own),
+        Patch("checkpoint state", checkpoints.read_record, wait),
+        Patch("checkpoint state, too", checkpoints.read_record, wait),
         Patch("load weights", shared_paths.load_weights, wait),
         Patch("load model", shared_paths.load_model, wait),
         Patch("load model, too", shared_paths.load_model, wait),

@@ -31,6 +31,7 @@ class _Process:
     """State of this process, as a worker among several, or alone."""
 
     rank, workers = 0, 1
+    begun = 0.0  # when this became a worker, by the clock of files
     # When `fit` or the like began last, by the clock of files.
     since = 0.0
     # Of files that this worker has saved beside that of the chief, the names, and what
@@ -38,9 +39,20 @@ class _Process:
     beside: ClassVar[dict[str, "tuple[int, int] | None"]] = {}
 
 
+def is_beside_chief() -> bool:
+    """Tell whether another worker of this job is the one that writes."""
+    return bool(_Process.rank) and _Process.workers > 1
+
+
+def is_of_this_job(stamped: tuple[int, int]) -> bool:
+    """Tell whether a file was written since this became a worker, by its stamp."""
+    return stamped[1] >= _Process.begun * 1e9
+
+
 def set_worker(rank: int, workers: int) -> None:
     """Note that this process is a worker among several, or alone."""
     _Process.rank, _Process.workers = rank, workers
+    _Process.begun = time.time()
 
 
 # Caches of tf.data.
@@ -163,7 +175,7 @@ def note_saving(path: pathlib.Path) -> None:
 
     The recipe puts it into a folder of the worker, in the folder of the chief's file.
     """
-    if _Process.rank and _Process.workers > 1:
+    if is_beside_chief():
         chief = path.parent.parent / path.name
         _Process.beside.setdefault(str(chief), stamp(chief))
 
