@@ -102,7 +102,7 @@ class Grid(base.Transport):
 
     def training(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker trains."""
-        return self.everybody.training()
+        return self._ring.training()
 
     def all_leave(self) -> bool:
         """Tell whether all workers leave where this one does."""
