@@ -150,7 +150,7 @@ def leave_out_whole_steps(
         share = getattr(_host.keras.strategy_of(own), "share", None)
         if share is not None:  # what is computed without rows counts nothing
             variables = trainable_variables or _host.keras.variables_of(own)
-            grads = share.weights.applied(list(grads), variables)
+            grads = share.weights.applied(list(grads), variables, own)
         bad = first_nonfinite([g for g in grads if g is not None])
         (votes,) = transport.all_reduce([tf.cast(bad > 0, tf.int32)], "whole_step")
         tf.cond(

@@ -27,6 +27,15 @@ class UsesTest(parameterized.TestCase, tf.test.TestCase):
     def test_so_they_are_eagerly(self, name: str) -> None:
         self.check(name, eager=True)
 
+    def test_python_decides_as_one_process_does(self) -> None:
+        self.check("guarded_in_python", eager=True)
+
+    def test_what_python_decides_by_each_workers_rows_is_refused(self) -> None:
+        with self.assertRaisesRegex(
+            pool.WorkerError, r"uses_of_gradients.py:\d+ as often as each worker"
+        ):
+            trained("collective", 2, name="by_a_number", eager=True)
+
     def check(self, name: str, eager: bool) -> None:
         (alone,) = trained("local", 1, name=name, eager=eager, strategy="")
         for weights, logs in trained("collective", 2, name=name, eager=eager):

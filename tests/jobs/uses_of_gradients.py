@@ -21,6 +21,10 @@ class Model(keras.Model):
         shapes = (FEATURES, 1), (1,)
         self.sums = [tf.Variable(tf.zeros(s), trainable=False) for s in shapes]
         self.count = tf.Variable(0, trainable=False)
+        self.multiplier = self.add_weight(
+            name="multiplier", trainable=False, initializer="ones"
+        )
+        self.moving = tf.Variable(1.0, trainable=False)
 
     def call(self, x: Any) -> Any:
         return self.dense(x)
@@ -172,6 +176,53 @@ def by_the_largest_error(model: Model, x: Any, y: Any) -> dict[str, Any]:
     return {"loss": loss, "most": tf.reduce_max(errors), "least": tf.reduce_min(errors)}
 
 
+def guarded_in_python(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    """Eagerly by Python, else by AutoGraph."""
+    loss, gradients = model.gradients(x, y)
+    if loss > 12.0 and tf.math.is_finite(loss):
+        model.apply(gradients)
+    else:
+        model.count.assign_add(1)
+    return {"loss": loss, "skipped": tf.cast(model.count, tf.float32)}
+
+
+def by_a_number(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    loss, gradients = model.gradients(x, y)
+    if float(loss) > 12.0:
+        model.apply(gradients)
+    return {"loss": loss}
+
+
+def constrained(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    with tf.GradientTape() as tape:
+        found = model(x)
+        excess = tf.reduce_mean(found) - 0.5
+        loss = tf.reduce_mean(tf.square(found - y))
+        total = (loss + model.multiplier * excess) / model.moving
+    model.apply(tape.gradient(total, model.trainable_variables))
+    model.multiplier.assign(tf.maximum(0.0, model.multiplier + 0.3 * excess))
+    model.moving.assign_sub(0.1 * (model.moving - loss))
+    model.count.assign_add(tf.shape(x)[0])
+    return {
+        "loss": loss,
+        "multiplier": tf.identity(model.multiplier),
+        "moving": tf.identity(model.moving),
+        "rows": tf.cast(model.count, tf.float32),
+    }
+
+
+def with_curvature(model: Model, x: Any, y: Any) -> dict[str, Any]:
+    """Divides by the Hessian's diagonal, found by a product with a vector."""
+    with tf.GradientTape() as outer:
+        loss, gradients = model.gradients(x, y)
+    signs = [tf.ones_like(g) for g in gradients]
+    variables = model.trainable_variables
+    products = outer.gradient(gradients, variables, output_gradients=signs)
+    steps = zip(gradients, products, strict=True)
+    model.apply([g / (1.0 + 0.1 * tf.abs(p)) for g, p in steps])
+    return {"loss": loss}
+
+
 def by_an_order(model: Model, x: Any, y: Any) -> dict[str, Any]:
     loss, gradients = model.gradients(x, y)
     middle = tf.sort(tf.reshape(model(x), [-1]))[0]
@@ -205,9 +256,12 @@ STEPS = {
         scaled_and_added,
         guarded_by_a_loss,
         by_the_largest_error,
+        constrained,
+        with_curvature,
     )
 }
-REFUSED = {"by_an_order": by_an_order}
+EAGER = {guarded_in_python.__name__: guarded_in_python}
+REFUSED = {step.__name__: step for step in (by_an_order, by_a_number)}
 TOLD = {step.__name__: step for step in (skipped_by_a_loss, through_a_step)}
 
 
@@ -223,7 +277,7 @@ def trained(name: str, eager: bool = False, strategy: str = "dense") -> Any:
     y = x @ np.arange(float(FEATURES), dtype="float32")[:, np.newaxis]
     keras.utils.set_random_seed(5)
     with made.scope():
-        model = Model((STEPS | TOLD | REFUSED)[name])
+        model = Model((STEPS | EAGER | TOLD | REFUSED)[name])
         optimizer = keras.optimizers.SGD(0.01)
         model.compile(optimizer, run_eagerly=eager)
         history = model.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0).history

@@ -160,11 +160,10 @@ def _make_sense(script: dict[str, Any]) -> None:
     """Take back what Keras itself does not take, or what nobody can compare."""
     model, optimizer = script["model"], script["optimizer"]
     local = script["strategy"] == "averaging"
-    accumulates = "gradient_accumulation_steps" in optimizer["arguments"]
     if local and model == "tokens":
         model = script["model"] = "embedding"  # each worker's masks divide its own loss
-    if local or accumulates or model == "convolution":
-        # Steps of one worker, sums of several steps, statistics of a batch.
+    if local or model == "convolution":
+        # Steps of one worker, statistics of a batch.
         script["rows"] = 24 if script["rows"] < 26 else 48
         script["batch"] = 6 if script["batch"] == 6 else 12
         if script["validation"] == "split":
@@ -175,12 +174,10 @@ def _make_sense(script: dict[str, Any]) -> None:
         script["loss"] = "mse"
     if script["loss"] == "mse_weighted":
         script["sample_weight"] = True
-        if local or accumulates or model == "convolution":
+        if local or model == "convolution":
             script["loss"] = "mse"
     if local and script["loss"] == "mse_sum":
         script["loss"] = "mse"  # a local step is that of fewer rows
-    if accumulates and model == "tokens":
-        del optimizer["arguments"]["gradient_accumulation_steps"]
     if model in text.OWN_STEPS and script["precision"] == "mixed_bfloat16":
         # Keras leaves its logs tensors, of which this callback makes no text.
         script["callbacks"] = [n for n in script["callbacks"] if n != "csv"]

@@ -31,6 +31,23 @@ class SharedPathTest(parameterized.TestCase, tf.test.TestCase):
     def rows(self, path: Any) -> Iterator[int]:
         return iter(tf.data.Dataset.range(3).cache(path).as_numpy_iterator())
 
+    def test_a_file_that_is_fetched_is_there_whole_or_not_at_all(self) -> None:
+        source, path = self.folder / "source", self.folder / "fetched"
+        source.write_bytes(b"x" * 100_000)
+        sizes = []
+
+        def look(*_: int) -> None:
+            sizes.append(path.stat().st_size if path.exists() else 0)
+
+        retrieve = keras.src.utils.file_utils.urlretrieve
+        self.assertEqual(retrieve(source.as_uri(), path, look)[0], path)
+        self.assertGreater(len(sizes), 2)
+        self.assertEqual(set(sizes), {0})
+        self.assertEqual(path.stat().st_size, 100_000)
+        with self.assertRaises(OSError):
+            retrieve((self.folder / "nowhere").as_uri(), path)
+        self.assertCountEqual(os.listdir(self.folder), ["source", "fetched"])
+
     def test_workers_may_cache_in_one_file(self) -> None:
         path = str(self.folder / "a")
         read = []

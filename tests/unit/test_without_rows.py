@@ -86,9 +86,36 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(bias, expected[1], 1e-5, 1e-5)
 
     def test_a_small_step_without_rows_does_not_lose_those_before(self) -> None:
-        expected = in_scopes(dense, lambda: self.trained(3))[0]
+        x, y = data()
+        kernel, bias = np.zeros([4, 3]), np.zeros(3)
+        for rank in range(2):  # three small steps, which count alike on each
+            for begin in (0, 8, 16):
+                rows = np.array_split(np.arange(begin, min(begin + 8, 17)), 2)[rank]
+                if len(rows):
+                    a = x[rows] / np.sqrt(1 + 1e-3)
+                    error = 2 * (a.sum(1, keepdims=True) - y[rows]) / (len(rows) * 3)
+                    kernel += a.T @ error / 6
+                    bias += error.sum(0) / 6
         for found in in_scopes(averaging, lambda: self.trained(3)):
-            self.assertAllClose(found, expected, 1e-5, 1e-5)
+            arrays = [w for w in found if w.shape in ((4, 3), (3,))]
+            self.assertAllClose(arrays, [1 - 0.1 * kernel, -0.1 * bias], 1e-5, 1e-5)
+
+    @parameterized.parameters((2, 3), (3, 2))
+    def test_small_steps_count_by_the_rows_of_all(
+        self, workers: int, steps: int
+    ) -> None:
+        expected = self.trained(steps, epochs=2)
+
+        def dgc(transport: Loopback) -> Any:
+            config = tf_dgc.DGCConfig(
+                sparsity=0.0, momentum_masking=False, min_elements=9
+            )
+            return tf_dgc.DGCStrategy(config, transport=transport)
+
+        for make in (dense, dgc):
+            work = lambda: self.trained(steps, epochs=2)  # noqa: E731
+            for found in in_scopes(make, work, workers):
+                self.assertAllClose(found, expected, 1e-5, 1e-5)
 
 
 @pytest.mark.long
@@ -99,7 +126,7 @@ class TeacherTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose(one["student"], two["student"])
         self.assertAllClose(one["teacher"], two["teacher"])
         self.assertEqual((one["count"], two["count"]), (3.0, 3.0))
-        self.assertEqual((one["rows"], two["rows"]), (9.0, 8.0))
+        self.assertEqual((one["rows"], two["rows"]), (17.0, 17.0))
         (told,) = [line for line in logs.output if "worker's rows" in line]
         self.assertRegex(told, "writes to [^,]*queue what")
 
@@ -151,7 +178,7 @@ class TracedTest(tf.test.TestCase):
             for name in ("student", "teacher", "count"):
                 self.assertAllClose(first[name], second[name])
                 self.assertAllClose(first[name], one[0][name])
-            self.assertEqual((first["rows"], second["rows"]), ([9.0], [8.0]))
+            self.assertEqual((first["rows"], second["rows"]), ([17.0], [17.0]))
             self.assertAllClose(first["moving mean"], one[0]["moving mean"])
             self.assertAllClose(second["moving mean"], two[0]["moving mean"])
 

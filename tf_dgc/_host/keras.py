@@ -697,6 +697,19 @@ def variables_of_users(model: keras.Model) -> list[keras.Variable]:
     return [v for v in found if id(v) not in own]
 
 
+def kept_by_users(model: keras.Model) -> list[Any]:
+    """Return variables of TensorFlow that only a user's own code writes to in a step.
+
+    The learning rates of optimizers, too.
+    """
+    known = {id(component_of(v)) for v in model.non_trainable_variables}
+    known |= {id(v) for v in metric_variables(model)}
+    others = [v for v in changed_by_steps(model) if id(v) not in known]
+    rates = [getattr(each, "_learning_rate", None) for each in optimizers_of(model)]
+    rates = [each for each in rates if isinstance(each, keras.Variable)]
+    return [*map(component_of, [*variables_of_users(model), *rates]), *others]
+
+
 def shuffles(adapter: Any) -> bool:
     """Tell whether Keras shuffles these arrays. ArrayDataAdapter._shuffle."""
     return bool(adapter._shuffle)

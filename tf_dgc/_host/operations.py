@@ -27,6 +27,7 @@ def wanted() -> list[tuple[Any, str]]:
 
 probe.check(wanted())
 
+_PATCHES = "/tf_dgc/_host/patches.py"
 _LIBRARIES = ("/tensorflow/", "/keras/", "/tf_dgc/")
 
 
@@ -145,7 +146,16 @@ def of(tensor: Any) -> Operation | None:
 
 def own_line() -> str:
     """Return the line of the user's code that runs; empty where there is none."""
-    return _line_of(traceback.extract_stack())
+    frame: Any = inspect.currentframe()
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_own(name: str) -> bool:
+    """Tell whether a file is a user's."""
+    name = name.replace("\\", "/")
+    return not any(part in name for part in _LIBRARIES) and not name.startswith("<")
 
 
 def line_in(error: BaseException) -> str:
@@ -172,10 +182,18 @@ def is_of_user() -> bool:
     return not any(part in name for part in _LIBRARIES)
 
 
+def asks_for_user() -> bool:
+    """Tell whether a script itself has called what runs in the place of a function."""
+    frame: Any = inspect.currentframe()
+    while frame is not None and not frame.f_code.co_filename.endswith(_PATCHES):
+        frame = frame.f_back
+    frame = None if frame is None else frame.f_back
+    return frame is not None and _is_own(frame.f_code.co_filename)
+
+
 def _line_of(frames: Sequence[Any]) -> str:
     for frame in reversed(list(frames)):
-        name = frame.filename.replace("\\", "/")
-        if not any(part in name for part in _LIBRARIES) and not name.startswith("<"):
+        if _is_own(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return ""
 

@@ -20,12 +20,13 @@ with probe.imports():
     from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
     from keras.src.trainers.epoch_iterator import EpochIterator
-    from keras.src.utils import io_utils
+    from keras.src.utils import file_utils, io_utils
     from tensorflow.python.checkpoint import checkpoint, checkpoint_management
     from tensorflow.python.data.ops import batch_op, interleave_op, map_op, readers
     from tensorflow.python.data.util import random_seed as data_random_seed
     from tensorflow.python.framework import ops, random_seed
     from tensorflow.python.ops import cond as cond_module
+    from tensorflow.python.ops import resource_variable_ops
 
 
 def wanted() -> list[tuple[Any, str]]:
@@ -43,6 +44,8 @@ def wanted() -> list[tuple[Any, str]]:
         (data_random_seed, "get_seed"),
         (random_seed, "get_seed"),
         (ops, "_default_graph_stack"),
+        (ops, "_EagerTensorBase"),
+        (resource_variable_ops, "ResourceVariable"),
         (array_data_adapter, "ArrayDataAdapter"),
         (py_dataset_adapter, "random"),
         (EpochIterator, "_enumerate_iterator"),
@@ -56,6 +59,7 @@ def wanted() -> list[tuple[Any, str]]:
         (keras.optimizers.Optimizer, "load_own_variables"),
         (keras.optimizers.Optimizer, "save_own_variables"),
         (keras.random.SeedGenerator, "next"),
+        (file_utils, "urlretrieve"),
         (io_utils, "print_msg"),
         (saving_lib, "is_memory_sufficient"),
         (keras.Variable, "_initialize_with_initializer"),
@@ -144,10 +148,17 @@ PLACES: dict[str, tuple[Any, str]] = {
     "global norm": (tf.linalg, "global_norm"),
     # tensorflow/python/ops/cond.py: cond, which AutoGraph calls as well.
     "condition": (cond_module, "cond"),
+    # tensorflow/python/framework/ops.py: what Python asks of a tensor in an `if`.
+    "truth": (ops._EagerTensorBase, "__bool__"),
+    "write": (resource_variable_ops.ResourceVariable, "assign"),
+    "write sum": (resource_variable_ops.ResourceVariable, "assign_add"),
+    "write difference": (resource_variable_ops.ResourceVariable, "assign_sub"),
     # keras/src/utils/io_utils.py: print_msg(message, line_break), by which Keras
     # prints its progress bar and what `verbose` asks for.
     "print": (io_utils, "print_msg"),
     "set strategy": (tf.distribute, "experimental_set_strategy"),
+    # keras/src/utils/file_utils.py: by which `get_file` downloads.
+    "download": (file_utils, "urlretrieve"),
     "cache": (tf.data.Dataset, "cache"),
     "save folder": (tf.saved_model, "save"),
     # tensorflow/python/checkpoint: TrackableSaver.save(file_prefix), by which all

@@ -198,8 +198,9 @@ def _refuse_rates(rates: tf.Tensor, flags: tf.Tensor) -> Any:
         rank = first_true(~same)
         return [
             "The learning rate must be the same on all workers; all stop, the step was "
-            "not applied. Callbacks must decide alike on all of them: by what all see, "
-            "as the logs of epochs. Rank, its learning rate and that of rank 0:",
+            "not applied. Callbacks, and steps that set it, must decide alike on all "
+            "of them: by what all see, as the logs of epochs, or sums and means of "
+            "rows in a step. Rank, its learning rate and that of rank 0:",
             rank,
             rates[rank],
             rates[0],

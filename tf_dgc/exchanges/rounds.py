@@ -234,8 +234,9 @@ def _refuse(headers: averaging.Header, step: Any, names: list[str]) -> list[Any]
         rates = tf.cast(headers.rate, tf.float32)
         return [
             "The learning rate must be the same on all workers; all stop, parameters "
-            "were not averaged. Callbacks must decide alike on all of them: by what "
-            "all see, as the logs of epochs. Rank, its learning rate and those of all:",
+            "were not averaged. Callbacks, and steps that set it, must decide alike on "
+            "all of them: by what all see, as the logs of epochs. Rank, its learning "
+            "rate and those of all:",
             other,
             rates[other],
             rates,

@@ -37,6 +37,10 @@ _ALL_RUN = (
     "All workers run the whole script, so another one may have made it already: call "
     "`os.makedirs(..., exist_ok=True)`, or make it on one worker only"
 )
+_NO_INPUT = (
+    "Workers of tf-dgc-run have no standard input: give the script arguments, or a "
+    "file, in the place of `input()`"
+)
 _logger = logging.getLogger("tf_dgc")
 
 
@@ -127,6 +131,8 @@ def set_strategy(chosen: settings.Settings) -> None:
         pending.settle()
         return
     startup.before_first_use(pending.settle)
+    # A script may fetch its data before it uses TensorFlow.
+    importlib.import_module("tf_dgc.strategies.patches").fetch_whole_files()
     if not importlib.import_module("tf_dgc._host.tensorflow").tensorflow_has_started():
         atexit.register(pending.warn_if_unused)
 
@@ -156,6 +162,10 @@ def run(script: str, arguments: Sequence[str], module: bool = False) -> None:
         raise
     except FileExistsError as error:
         error.add_note(_ALL_RUN)
+        raise
+    except EOFError as error:
+        if sys.stdin is None or not sys.stdin.isatty():
+            error.add_note(_NO_INPUT)
         raise
 
 

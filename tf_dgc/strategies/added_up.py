@@ -43,6 +43,31 @@ def others(
     return found
 
 
+def counters(
+    model: keras.Model, writes: Sequence[Write], reading: Reading
+) -> list[str]:
+    """Return names of variables to which a number of this worker's rows was added.
+
+    Args:
+        model: whose variables are meant, but for those of metrics and Keras's layers.
+        writes: of a step.
+        reading: of it.
+    """
+    if reading.static in (None, 1):
+        return []
+    kept = {id(v.handle): v for v in _host.keras.kept_by_users(model)}
+    found = []
+    for write in writes:
+        variable = kept.get(id(write.handle))
+        if variable is None:
+            continue
+        added = [write.value] if write.adds else _added(write.value, write.handle)
+        constants = [e for e in added or [] if reading.of(e).kind == CONSTANT]
+        if any(map(reading.counts, constants)):
+            found.append(variable.name)
+    return found
+
+
 def _adds_up(write: Write, reading: Reading) -> bool:
     added = [write.value] if write.adds else _added(write.value, write.handle)
     if added is None or any(_depends(each, write.handle) for each in added):

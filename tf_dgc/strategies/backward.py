@@ -104,11 +104,15 @@ class Backward:
         """
         step = self._current.step
         trained = [_host.keras.plain(v) for v in variables]
-        self._at_once.look_at(targets)
         self._at_once.look_at_weights(trained)
         if not self._local:
             self._warnings.moved_weights(variables, step)
-        way, targets, upstream = self._weighed(losses, targets, given)
+        linear = self._way_of_gradients(targets)  # as of products with a Hessian
+        if linear is not None:
+            way, upstream = linear, given
+        else:
+            self._at_once.look_at(targets)
+            way, targets, upstream = self._weighed(losses, targets, given)
         step.way = way  # for the backward passes of layers
         found = compute(targets, upstream)
         step.way = BY_ROWS
@@ -126,6 +130,21 @@ class Backward:
         else:
             self._at_once.add(part for g in gradients for part in parts_of(g))
         return tf.nest.pack_sequence_as(found, gradients)
+
+    def _way_of_gradients(self, targets: Sequence[Any]) -> str | None:
+        """Return the way of gradients of this worker whose gradients are computed.
+
+        These are sums over rows, as the others are. None: they are something else.
+        """
+        step = self._current.step
+        ways = {
+            id(gradient): step.way_of(variable)
+            for gradients, variables in step.computed
+            for gradient, variable in zip(gradients, variables, strict=True)
+        }
+        unique = {ways.get(id(each)) for each in targets}
+        way = unique.pop() if len(unique) == 1 else None
+        return way if way in (BY_ROWS, SUMMED) else None
 
     def _counts_of_rows(
         self, losses: Losses, targets: Sequence[Any], sources: Sequence[Any]

@@ -32,12 +32,23 @@ class Step:
         updated: variables that optimizers have updated.
         undecided: lines of conditions that are built now.
         shares: of each worker in the rows of all, by graph.
+        trains: whether it is a training step in which workers meet.
+        applied: lines at which optimizers were applied, eagerly.
+        own_conditions: lines of conditions of Python that are this worker's.
+        kept: identities of variables that only a user's own code writes to.
     """
 
     def __init__(
-        self, model: keras.Model | None = None, may_be_empty: bool = False
+        self,
+        model: keras.Model | None = None,
+        may_be_empty: bool = False,
+        trains: bool = False,
     ) -> None:
         """Begin a step."""
+        self.trains = trains
+        self.applied: list[str] = []
+        self.own_conditions: list[str] = []
+        self.kept: set[int] | None = None
         self.model, self.may_be_empty = model, may_be_empty
         self.graph = graph()
         self.losses: Losses | None = None

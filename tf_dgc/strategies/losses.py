@@ -40,6 +40,7 @@ from tf_dgc.strategies.readings import (
 # Ways in which gradients of workers become one: a mean by rows, or a sum.
 BY_ROWS, SUMMED = "by rows", "summed"
 DONE = "done"  # they are those of all workers
+WEIGHED = "weighed"  # by rows, before they count alike
 
 
 class Cut(NamedTuple):

@@ -70,6 +70,7 @@ def _files() -> list[Patch]:
     parts = "parts of weights are in no file of one worker"
     on_chief = "files and logs are written once"
     return [
+        Patch("download", shared_paths.retrieve, instant),
         Patch("cache", shared_paths.cache, own),
         Patch("save folder", shared_paths.save_folder, instant),
         Patch("save checkpoint", checkpoints.save, own),
@@ -122,6 +123,8 @@ def _runs() -> list[Patch]:
 def _steps() -> list[Patch]:
     undivided = "a loss is what one process computes, not a part of a sum"
     clips = "one process clips the gradient of all rows"
+    kept = "a step keeps numbers of the rows of all"
+    writes = ("write", "write sum", "write difference")
     return [
         Patch("apply", step_hooks.apply_own_gradients, "a worker may have no rows"),
         Patch("clip", _host.applying.leave_to_the_exchange, clips),
@@ -138,6 +141,8 @@ def _steps() -> list[Patch]:
         Patch("clip by value", step_hooks.clip_that_of_all, clips),
         Patch("global norm", step_hooks.clip_those_of_all, clips),
         Patch("condition", step_hooks.decide_together, "all workers decide alike"),
+        Patch("truth", step_hooks.decide_at_once, "all workers decide alike"),
+        *(Patch(name, step_hooks.write_those_of_all, kept) for name in writes),
         Patch("loss call", step_hooks.call_loss, "logits of a split layer stay away"),
         Patch("assign", adopted.assign, "a metric counts the rows of all workers"),
     ]
@@ -208,6 +213,11 @@ def install() -> None:
     """Replace all that is in the list, once for this process."""
     for place, hook, _, whole in PATCHES:
         (_host.patches.replace if whole else _host.patches.wrap)(place, hook)
+
+
+def fetch_whole_files() -> None:
+    """Replace what downloads, before there is a strategy."""
+    _host.patches.wrap("download", shared_paths.retrieve)
 
 
 def remove() -> None:

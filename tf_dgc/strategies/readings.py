@@ -162,6 +162,11 @@ class Reading:
             return False
         return bool((value != 0).all() and (value % self.static == 0).all())
 
+    def counts(self, tensor: Any) -> bool:
+        """Tell whether a constant is the number of rows, which shapes have told."""
+        value = tf.get_static_value(tensor) if tensor.shape.rank == 0 else None
+        return value is not None and self.static is not None and value == self.static
+
     def power_in(self, tensor: Any, operation: Operation) -> int:
         """Return the power of N that a constant stands for in an operation, or 0."""
         return (
@@ -207,6 +212,8 @@ class Reading:
         if kind == "Fill" and self._is_shape(operation.inputs[0]):
             number = inputs[1].kind == NUMBER and _enters(inputs[1], kind)
             return Known(ROWS, nested=number)
+        if kind == "StridedSlice" and self._is_eager_shape(operation.inputs[0]):
+            return self._of_shape(tensor, operation, [Known(SHAPE), *inputs[1:]])
         if all(i.kind == CONSTANT for i in inputs) or kind.startswith(_MEETINGS):
             return _CONSTANT
         if kind == "Range":
@@ -311,6 +318,11 @@ class Reading:
             return False
         value = tf.get_static_value(tensor) if tensor.shape.rank == 1 else None
         return value is not None and value.size > 0 and value[0] == self.static
+
+    def _is_eager_shape(self, tensor: Any) -> bool:
+        """Tell whether this is `tf.shape(rows)`, which is a constant eagerly."""
+        made = hasattr(tensor, "numpy") and _host.operations.of(tensor) is None
+        return made and self._is_shape(tensor)
 
     def _has_rows(self, tensor: Any) -> bool:
         shape = tensor.shape

@@ -55,7 +55,7 @@ class Share:
     """
 
     _rows, _early, _weights = Rows, Early, Weights
-    _means, _warnings = Means, StepWarnings
+    _means, _warnings, _decisions = Means, StepWarnings, Decisions
 
     def __init__(
         self, transport: Transport, clips_sum: bool, local: bool, averages: bool = False
@@ -100,7 +100,7 @@ class Share:
         self.backward = Backward(
             transport, current, rows, early, weights, warnings, at_once, local
         )
-        self.decisions = Decisions(current, local, sums)
+        self.decisions = self._decisions(transport, current, at_once, local, sums)
         self.means = self._means(transport, current, rows, local)
 
     @property
@@ -147,9 +147,12 @@ class Share:
 
         def read(args: Any) -> Any:
             with self._at_once.followed(model) if own else contextlib.nullcontext():
-                return self._read(args, step)
+                result = self._read(args, step)
+            if own and trains:
+                self.decisions.compare()
+            return result
 
-        with self._current.entered(Step(model, may_be_empty)):
+        with self._current.entered(Step(model, may_be_empty, trains)):
             self.rows.begin(count)
             if self._local or name == "train_step":
                 self._small_steps.note(~self.rows.empty)

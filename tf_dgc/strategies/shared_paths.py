@@ -3,6 +3,7 @@
 * `Dataset.cache(path)`: each worker has a file of its own, as two may not write one.
 * SavedModel, `model.export`: a folder is replaced in one instant, and whole before and
   after it.
+* `keras.utils.get_file`: a file is whole as soon as it is there.
 * TensorFlow's recipe for saving with several workers: each saves to a path of its own,
   then all load that of the chief; who loads waits until the chief has written it.
 """
@@ -53,6 +54,24 @@ def set_worker(rank: int, workers: int) -> None:
     """Note that this process is a worker among several, or alone."""
     _Process.rank, _Process.workers = rank, workers
     _Process.begun = time.time()
+
+
+# Downloads of Keras.
+
+
+def retrieve(
+    original: Callable[..., Any], url: str, filename: Any = None, *args: Any
+) -> Any:
+    """Download a file that another worker may look for in the same folder."""
+    if filename is None:
+        return original(url, filename, *args)
+    part = f"{os.fspath(filename)}.{os.getpid()}.part"
+    try:
+        found = original(url, part, *args)
+        os.replace(part, filename)
+    finally:
+        pathlib.Path(part).unlink(missing_ok=True)
+    return filename, found[1]
 
 
 # Caches of tf.data.

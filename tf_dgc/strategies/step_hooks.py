@@ -21,7 +21,7 @@ def apply_own_gradients(
     """Apply gradients that are zero where a worker has no rows."""
     share = share_of(_host.keras.strategy_of(optimizer))
     if share is not None and not _host.applying.applies_as_they_are(optimizer):
-        grads = share.weights.applied(grads, variables)
+        grads = share.weights.applied(grads, variables, optimizer)
     return original(optimizer, grads, variables)
 
 
@@ -120,6 +120,24 @@ def decide_together(
         return original(pred, *args, **kw)
     with share.decisions.decided(pred) as whole:
         return original(whole, *args, **kw)
+
+
+def decide_at_once(original: Callable[..., bool], tensor: Any) -> bool:
+    """Decide an `if` of Python in an eager step by the rows of all workers."""
+    share = share_of(tf.distribute.get_strategy())
+    if share is None or share.model is None or not _host.operations.asks_for_user():
+        return original(tensor)
+    return original(share.decisions.truth(tensor))
+
+
+def write_those_of_all(
+    original: Callable[..., Any], variable: Any, value: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Write numbers of the rows of all workers to what a script keeps."""
+    share = share_of(tf.distribute.get_strategy())
+    if share is not None and share.model is not None:
+        value = share.decisions.written(variable, value)
+    return original(variable, value, *args, **kwargs)
 
 
 def clip_that_of_all(

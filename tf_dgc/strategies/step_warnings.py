@@ -126,6 +126,12 @@ class StepWarnings:
             return
         if tf.executing_eagerly():
             self._counted.add(model)
+        for name in added_up.counters(model, writes(), losses.reading):
+            self.say(
+                f"The training step of {model.name!r} adds to {name!r} a number of "
+                "Python that tells its worker's rows, as `x.shape[0]`: each worker "
+                "counts its own. `tf.shape(x)[0]` becomes the number of all rows"
+            )
         for name, variable in added_up.others(model, writes(), losses.reading):
             self.say(
                 f"The metric {name!r} keeps in {variable!r} what does not add up over "

@@ -193,6 +193,10 @@ class AtOnce:
         """Take gradients, as tensors, that were exchanged."""
         self._uses.end_at(gradients)
 
+    def uses(self, value: Any) -> bool:
+        """Tell whether a tensor depends on gradients of this worker."""
+        return self._uses.reaches(value)
+
     def look_at(self, losses: Iterable[Any]) -> None:
         """Look at losses of which further gradients are computed."""
         if any(map(self._uses.reaches, losses)):

@@ -6,6 +6,10 @@ computed, see `losses.py`. Of a worker's n rows its gradient g counts in the exc
     sum of (n / sum of n) * g         where the loss is a mean of rows
     sum of g                          where it is a sum, or anything else, of which the
                                       sums over all rows were exchanged before
+
+An optimizer that adds up gradients of several steps has to know what those of a step
+count when it takes them: they are weighed before, by N * n / sum of n, and then count
+alike.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ from tf_dgc.exchanges import Part
 from tf_dgc.strategies import replicas
 from tf_dgc.strategies.current import Current, parts_of
 from tf_dgc.strategies.early import Early
-from tf_dgc.strategies.losses import SUMMED
+from tf_dgc.strategies.losses import BY_ROWS, SUMMED, WEIGHED
 from tf_dgc.strategies.rows import Rows, SmallSteps
 from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport
@@ -56,11 +60,19 @@ class Weights:
     # Gradients.
 
     def applied(
-        self, gradients: Sequence[Any], variables: Sequence[Any]
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        optimizer: keras.optimizers.Optimizer | None = None,
     ) -> Sequence[Any]:
         """Return gradients that are zero where there were no rows to compute them.
 
         Those of parts are of the rows of all workers.
+
+        Args:
+            gradients: that are to be applied.
+            variables: what they belong to.
+            optimizer: that applies them, or adds them up.
         """
         step = self._current.step
         if step.model is None:
@@ -69,8 +81,12 @@ class Weights:
             parts = [part for gradient in gradients for part in parts_of(gradient)]
             self._at_once.look_at_applied(parts, step.losses.reading)
         step.updated |= {id(_host.keras.plain(v)) for v in variables}
+        if tf.executing_eagerly():
+            step.applied.append(_host.operations.own_line())
         gradients = [self._undivided(gradient) for gradient in gradients]
         gradients = self._of_one_way(gradients, variables)
+        if _accumulates(optimizer) and not self._local:
+            gradients = self._weighed_by_rows(gradients, variables)
         if not step.may_be_empty:
             return gradients
         empty = self._rows.empty
@@ -116,6 +132,21 @@ class Weights:
         return [
             self.converted(g, way, SUMMED)
             for g, way in zip(gradients, ways, strict=True)
+        ]
+
+    def _weighed_by_rows(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return gradients that count alike, of which steps can be added up."""
+        step = self._current.step
+        by_rows = [step.way_of(variable) == BY_ROWS for variable in variables]
+        pairs = zip(variables, by_rows, strict=True)
+        step.ways |= {id(_host.keras.plain(v)): WEIGHED for v, own in pairs if own}
+        return [
+            values.scaled(g, self._transport.size * self._rows.own_share())
+            if own and g is not None and not bands.is_split(v)
+            else g
+            for g, v, own in zip(gradients, variables, by_rows, strict=True)
         ]
 
     def converted(self, gradient: Any, way: str, to: str) -> Any:
@@ -182,17 +213,21 @@ class Weights:
         ways = {step.way_of(variable) for variable in variables}
         if step.model is None or ways == {SUMMED}:
             return Part(rate, one, self._transport.size)
-        accumulates = getattr(optimizer, "gradient_accumulation_steps", None)
         if self._local:
             if _host.keras.follows_schedule(optimizer):  # by steps of its own
                 rate = tf.constant(float("nan"))
             has_rows = ~self._rows.empty
-            if accumulates:
+            if _accumulates(optimizer):
                 has_rows = self._small_steps.since_last(optimizer)
             return Part(rate, tf.where(has_rows, one, 0.0), 1)
-        if accumulates:
+        if WEIGHED in ways:
             return Part(rate, one, 1)
         return Part(rate, self._rows.weight(), 1)
+
+
+def _accumulates(optimizer: Any) -> bool:
+    """Tell whether an optimizer adds up gradients of several steps."""
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
 
 
 class WeightsOnServers(Weights):
