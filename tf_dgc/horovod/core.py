@@ -69,6 +69,7 @@ def started(
         ValueError: exchanges are to be hierarchical within a process set.
     """
     wanted = wanted or getattr(config, "hierarchical", False)
+    _wanted.add(wanted)
     everybody = process_set is None or process_set.process_set_id == 0
     if wanted is True and not everybody:
         raise ValueError(
@@ -81,6 +82,14 @@ def started(
         if not everybody:
             return _within(process_set)
         return _between(wanted, config) if wanted else transport()
+
+
+_wanted: set[bool | str] = set()  # what `hierarchical` was so far
+
+
+def is_hierarchical() -> bool:
+    """Tell whether an exchange was to be hierarchical, with one worker, too."""
+    return True in _wanted
 
 
 _sets: dict[int, Transport] = {}

@@ -92,7 +92,7 @@ class State(ObjectState):
             raise ValueError(
                 f"`model` must be built first. Received: model={model.name!r}"
             )
-        if any(each.mesh.voices is not each.everybody for each in core.exchanges()):
+        if core.is_hierarchical():
             raise ValueError(
                 "Elastic training cannot be hierarchical. Received: an optimizer or a "
                 "tape with hierarchical=True"
