@@ -97,7 +97,7 @@ class DGCConfig(_Settings):
             "allgather".
         growth: with owners, how many times as many elements as one worker selects are
             passed on; positive, more than N counts as N, all. 1 is the least traffic;
-            4 loses little accuracy.
+            less loses accuracy in short trainings.
         hierarchical: whether workers that share a host sum their gradients densely
             there, so that one message of each host is exchanged; what waits and its
             momentum are then the host's. "auto": where several share one of several

@@ -5,9 +5,9 @@
     3  read all messages, keep the rest, change the weights
 
 Between them are the sum of what is dense and the exchange of messages. The host waits
-twice: for whether the step counts, and for whether the messages are sound; where they
-are not, 3 changes nothing. On processors, where XLA sorts and searches slowly, steps
-are taken as in `compressed`, and so they are of
+three times: for whether the step counts, for its figures, and for whether the messages
+are sound; where they are not, 3 changes nothing. On processors, where XLA sorts and
+searches slowly, steps are taken as in `compressed`, and so they are of
 
 * owners' sums, and stages at which all is sent;
 * stages that send more than one of `_FEW` elements, as a warm-up begins with;
