@@ -406,6 +406,9 @@ UNCOUNTED: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
     "reshaped to a row of all": lambda x: tf.reshape(x, (1, -1, 6)),
     "up to its own number": lambda x: x[: tf.shape(x)[0]],
     "within rows": lambda x: x[:, 4:],
+    "by one of its dimensions": lambda x: tf.reshape(
+        x, [tf.unstack(tf.shape(x))[0], 6]
+    ),
 }
 # Of shapes that are known: as many rows more, of which one kind is taken.
 VIEWS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {

@@ -145,11 +145,11 @@ class Decisions:
             return value
         if not isinstance(value, tf.Tensor) or step.in_branch():
             return value
-        if losses.reading.of(value).kind != NUMBER or self._at_once.uses(value):
-            return value
         if step.kept is None:
             step.kept = {id(each) for each in _host.keras.kept_by_users(model)}
         if id(variable) not in step.kept:
+            return value
+        if losses.reading.of(value).kind != NUMBER or self._at_once.uses(value):
             return value
         whole = self._of_all(value)
         return value if whole is None else whole

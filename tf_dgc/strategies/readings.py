@@ -454,10 +454,11 @@ class Reading:
         """Judge what is computed of the dimensions of rows."""
         extent = next(each.extent for each in inputs if each.kind == SHAPE)
         if operation.kind in _PICKING and inputs[0].kind == SHAPE:
-            begin = tf.get_static_value(operation.inputs[1])
-            first = begin is not None and int(begin.reshape([-1])[0]) == 0
             if operation.kind in ("SplitV", "Unpack"):
                 first = operation.output == 0
+            else:
+                begin = tf.get_static_value(operation.inputs[1])
+                first = begin is not None and int(begin.reshape([-1])[0]) == 0
             if operation.kind == "StridedSlice":
                 first = first or bool(operation.attributes("begin_mask") & 1)
             if not first:
