@@ -85,15 +85,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.own_batches: OwnBatches | None = None
         self.stopping: Stopping | None = None
         self.early_ends: EarlyEnds | None = None
-        record = {
-            "strategy": type(self).__name__,
-            "tf_dgc": __version__,
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "transport": self._transport.name,
-            **(config.get_config() if config else {}),
-        }
-        handshake.agree(self._transport, "versions and settings", record)
+        agree(type(self).__name__, self._transport, config)
         tf.distribute.Strategy.__init__(
             self, self._extended_class(self, self._transport, ReplicaContext)
         )
@@ -581,6 +573,28 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             yield
         finally:
             self.extended.exchanged = False
+
+
+def agree(strategy: str, transport: Transport, config: Any) -> None:
+    """Compare versions and settings over the workers.
+
+    Args:
+        strategy: name of the class.
+        transport: among all workers.
+        config: of the strategy, or None.
+
+    Raises:
+        ValueError: they differ; names the field and the ranks.
+    """
+    record = {
+        "strategy": strategy,
+        "tf_dgc": __version__,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "transport": transport.name,
+        **(config.get_config() if config else {}),
+    }
+    handshake.agree(transport, "versions and settings", record)
 
 
 def _trained_in(model: keras.Model | None) -> tuple[list[Any] | None, list[Any]]:

@@ -2,8 +2,8 @@
 
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep, nodes
-from tf_dgc.strategies.base import BaseStrategy
-from tf_dgc.transports import Transport, handshake, resolve
+from tf_dgc.strategies.base import BaseStrategy, agree
+from tf_dgc.transports import Transport, resolve
 from tf_dgc.transports.mesh import Mesh
 
 
@@ -44,7 +44,7 @@ class DGCStrategy(BaseStrategy):
                 f"`config` must be a DGCConfig. Received: config={config!r}"
             )
         among, wanted = Mesh.over(resolve(transport)).voices, config.hierarchical
-        # Before it is acted on, as it makes workers meet.
-        handshake.agree(among.everybody, "settings", {"hierarchical": wanted})
+        if wanted:  # before it is acted on, as it makes workers meet
+            agree(type(self).__name__, among.everybody, config)
         mesh = Mesh.of(nodes.chosen(among, wanted, config))
         super().__init__(mesh, config, EachStep(config))

@@ -31,6 +31,7 @@ def agree(transport: Transport, subject: str, record: Mapping[str, object]) -> N
     digests = transport.all_gather(digest, "agree.digest").numpy()
     if (digests == digests[0]).all():
         return
+    text = json.dumps(record).encode()  # as long, and in its own order
     records = _gathered(transport, subject, text, digests[:, 1])
     raise ValueError(
         f"All workers must have the same {subject}. " + _differences(records)
@@ -101,7 +102,7 @@ def read_object(text: bytes, what: str) -> dict[str, Any]:
 def _differences(records: list[dict[str, object]]) -> str:
     """Say which fields differ, and which ranks have which value."""
     lines = []
-    for field in sorted({field for record in records for field in record}):
+    for field in dict.fromkeys(field for record in records for field in record):
         ranks: dict[str, list[int]] = {}
         for rank, record in enumerate(records):
             ranks.setdefault(repr(record.get(field)), []).append(rank)
