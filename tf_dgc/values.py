@@ -134,6 +134,9 @@ def _shown(part: Any, summarize: int) -> str:
     """Return a text, or what a tensor holds as TensorFlow writes it."""
     if isinstance(part, str):
         return part
+    part = tf.convert_to_tensor(part)
+    if part.dtype == tf.string and not part.shape.rank:
+        return str(part.numpy().decode())
     return str(tf.strings.format("{}", part, summarize=summarize).numpy().decode())
 
 
