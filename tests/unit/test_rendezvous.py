@@ -16,7 +16,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import collective, rendezvous, watchdog
+from tf_dgc.transports import collective, rendezvous, turnstile, watchdog
 from tf_dgc.transports.rendezvous import NoHybridTransport
 
 
@@ -332,8 +332,9 @@ class LeavingTest(tf.test.TestCase):
     def test_waiting_for_one_that_has_been_done_for_long_is_in_vain(self) -> None:
         own = mock.Mock(rank=0, size=2, _places={}, _waits=-1, _done_since={})
         own._done = lambda: collective.CollectiveTransport._done(own)
-        own._turnstile.place = None  # within a step
+        own._turnstile.where = turnstile.STEP
         own._turnstile.calls.numpy.return_value = 7
+        own._gone_from_training.return_value = {}
 
         def wait_for_key(key: str, seconds: float) -> str:
             if key == "tf_dgc/done/1":
