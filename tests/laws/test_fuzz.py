@@ -29,7 +29,7 @@ from tf_dgc.compression import message as packing
 from tf_dgc.compression import selection as sparsify
 from tf_dgc.compression.message import HEADER_WORDS, Format
 from tf_dgc.config import VALUE_DTYPES, DGCConfig
-from tf_dgc.exchanges import Dense, Ledger, averaged, state_files
+from tf_dgc.exchanges import Dense, Ledger, rounds, state_files
 from tf_dgc.exchanges import records as saving
 from tf_dgc.exchanges.formats import message_format
 from tf_dgc.transports import handshake, rendezvous
@@ -413,7 +413,7 @@ class HeaderOfRoundTest(tf.test.TestCase):
             other = np.where(abs(other) < 1e-300, 0.0, other)  # as TensorFlow has it
             headers = averaging.read(tf.constant(np.stack([own, other])))
             try:
-                averaged._refuse(headers, step, ["w", "b"])
+                rounds._refuse(headers, step, ["w", "b"])
             except tf.errors.InvalidArgumentError as error:
                 self.assertRegex(
                     str(error),
