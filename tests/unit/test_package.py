@@ -1,6 +1,7 @@
 """Tests of the package as a whole: its surface, its imports, its house rules."""
 
 import ast
+import collections
 import contextlib
 import functools
 import importlib
@@ -367,6 +368,13 @@ class HouseRulesTest(tf.test.TestCase):
                     for each in own[: max(named, default=0)]:
                         where = f"{path.name}: {node.name}"
                         self.assertFalse(each.startswith("pytest.mark"), where)
+
+    def test_files_of_tests_have_names_of_their_own(self) -> None:
+        # pytest imports them by name: of two of one name it reads one.
+        found = pathlib.Path(__file__).parents[1].rglob("*.py")
+        names = collections.Counter(path.name for path in found)
+        twice = [name for name, count in names.items() if count > 1]
+        self.assertEqual([each for each in twice if each != "__init__.py"], [])
 
 
 @pytest.mark.long

@@ -165,9 +165,7 @@ class Shared:
         trial = self._oracle.trials.get(state["trial_id"])
         if state["status"] != "RUNNING" or trial is None:
             return trial_of(state)
-        before = trial.hyperparameters.values.get("tuner/trial_id")  # of Hyperband
-        if before is not None:
-            self._fetch(before)
+        self._fetch_before(trial)
         return trial
 
     def update_trial(
@@ -219,6 +217,7 @@ class Shared:
 
     def load_model(self, trial: Any) -> Any:
         """Return the model of a trial, by the chief's files."""
+        self._fetch_before(trial)
         self._fetch(trial.trial_id)
         return self._load(trial)
 
@@ -243,6 +242,12 @@ class Shared:
         if outcome["error"]:
             raise RuntimeError(f"The oracle of the search: {outcome['error']}")
         return outcome
+
+    def _fetch_before(self, trial: Any) -> None:
+        """Get the trial that this one of Hyperband continues: a build reads it."""
+        before = trial.hyperparameters.values.get("tuner/trial_id")
+        if before is not None:
+            self._fetch(before)
 
     def _fetch(self, trial_id: str) -> None:
         """Get what a trial has left, where it is not here."""
