@@ -10,4 +10,4 @@ set -euo pipefail
 ruff check .
 ruff format --check .
 mypy
-[ "${1:-}" = lint ] || python -m pytest -n 2 -m "not processes and not slow and not long"
+[ "${1:-}" = lint ] || python -m pytest -n 2 -m "not processes and not slow and not long and not extended"
