@@ -93,8 +93,10 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     from tf_dgc import transports
     from tf_dgc.compression import dgc
     from tf_dgc.exchanges import EachStep, Ledger
+    from tf_dgc.transports import grid
 
-    transport = transports.resolve(args.transport)
+    # As strategies do: over a grid of 9 workers or more, where the network is slow.
+    transport = grid.chosen(transports.resolve(args.transport))
     config = tf_dgc.DGCConfig(sparsity=SPARSITY)
     makers: dict[str, Callable[[], Ledger]] = {
         "dense": lambda: Ledger(transport, EachStep(None)),
