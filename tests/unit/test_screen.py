@@ -193,6 +193,16 @@ class ChiefTest(unittest.TestCase):
         self.view.ended("1")
         self.assertTrue(self.written().endswith(b"/logs\n[1] step 1\n[1] step 2\n"))
 
+    def test_the_text_by_which_a_worker_leaves_is_shown_once(self) -> None:
+        self.view.sink("1", "out").write(b"step 1\n")
+        self.view.sink("1", "err").write(b"no more data\n")
+        self.view.sink("2", "err").write(b"WARNING: slow\n")
+        self.view.ending("worker 1 ended with status 1")
+        self.view.ended("1")
+        self.assertTrue(self.written().startswith(b"[2] WARNING: slow\n"))
+        self.assertTrue(self.written().endswith(b"[1] step 1\n[1] no more data\n"))
+        self.assertEqual(self.written().count(b"no more data"), 1)
+
     def test_a_file_for_each_worker(self) -> None:
         for name in ("0", "1", "ps0"):
             self.view.sink(name, "out").write(b"out\n" + BAR % 1 + BAR % 2 + b"\n")

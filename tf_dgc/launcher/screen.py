@@ -172,22 +172,26 @@ class Chief:
         with self._screen(output.NOTE_SECONDS) as there:
             if not there:
                 return
-            self._release(now=float("inf"))
             reason, self._reason = self._reason, ""
-            if not worker or (self._bare and worker == self.chief):
+            failed: Transcript | None = None
+            text: list[bytes] = []
+            chief = self._transcripts.get(self.chief)
+            if worker and not (self._bare and worker == self.chief):
+                failed = self._first_to_fail(worker)
+                if failed.failure and chief and chief.failure == failed.failure:
+                    failed = chief
+                if failed is not chief:
+                    text = failed.traceback if failed.failure else list(failed.tail)
+            self._warnings.leave_out(text)
+            self._release(now=float("inf"))
+            if failed is None:
                 return
             self._cursor.end_line()
-            failed = self._first_to_fail(worker)
-            chief = self._transcripts.get(self.chief)
-            if failed.failure and chief and chief.failure == failed.failure:
-                failed = chief
             if failed is chief:
-                self._end("" if self.terminal and chief.failure else reason, [])
+                self._end("" if self.terminal and failed.failure else reason, [])
                 return
-            text = failed.traceback if failed.failure else list(failed.tail)
-            named = f"worker {failed.label} failed first"
             if failed.name != worker:
-                reason = f"{reason}; {named}"
+                reason = f"{reason}; worker {failed.label} failed first"
             self._end(reason, [f"[{failed.label}] ".encode() + line for line in text])
 
     def _end(self, reason: str, lines: list[bytes]) -> None:

@@ -67,6 +67,12 @@ class Warnings:
         while len(self._said) > _KNOWN:
             del self._said[next(iter(self._said))]
 
+    def leave_out(self, lines: Sequence[bytes]) -> None:
+        """Take lines of another worker that are shown at the end, once."""
+        there = set(lines)
+        for warning in self._warnings.values():
+            warning.shown |= there.issuperset(warning.lines)
+
     def due(self, now: float) -> list[bytes]:
         """Return the lines of warnings that have waited long enough for others."""
         lines = []
