@@ -78,6 +78,35 @@ def of_four_parts() -> Any:
     return history, model.get_weights()
 
 
+class Retrieval(Masked):
+    """Takes two parts of an element for one input, as its step alone knows."""
+
+    def call(self, both: Any) -> Any:
+        users, items = both["users"], both["items"]
+        return tf.reduce_sum(super().call(users) * super().call(items), -1)
+
+    def train_step(self, data: Any) -> Any:
+        users, items, wanted = data
+        with tf.GradientTape() as tape:
+            scores = self({"users": users, "items": items})
+            loss = tf.reduce_mean(tf.square(scores - wanted))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def of_three_parts() -> Any:
+    """Train by elements of three parts, which are no inputs, targets and weights."""
+    random = np.random.default_rng(0)
+    shapes = (13, 4), (13, 4), (13,)
+    parts = [random.normal(size=shape).astype("float32") for shape in shapes]
+    model = Retrieval()
+    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    batches = tf.data.Dataset.from_tensor_slices(tuple(parts)).batch(6)
+    history = model.fit(batches, verbose=0).history
+    return history, model.get_weights()
+
+
 @pytest.mark.long
 class WithoutTargetsTest(tf.test.TestCase):
     def test_steps_that_make_their_targets_are_those_of_one_process(self) -> None:
@@ -88,6 +117,11 @@ class WithoutTargetsTest(tf.test.TestCase):
     def test_elements_of_four_parts_are_those_of_one_process(self) -> None:
         expected = of_four_parts()
         for found in in_scopes(2, lambda strategy: of_four_parts()):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
+    def test_parts_that_a_step_alone_knows_are_those_of_one_process(self) -> None:
+        expected = of_three_parts()
+        for found in in_scopes(2, lambda strategy: of_three_parts()):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
 

@@ -524,16 +524,20 @@ def _built(original: Callable[..., Any], model: Any, batch: Any) -> Any:
     without a strategy; so it is where targets do not fit what the model gives outside
     of training.
     """
-    known = not isinstance(batch, tuple) or len(batch) <= 3
-    if not known and not _host.keras.is_of_keras(model.train_step):
+    own = not _host.keras.is_of_keras(model.train_step)
+    if own and isinstance(batch, tuple) and len(batch) > 3:
         return None  # as without a strategy: the step alone knows what a batch has
     _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if targets is not None:
         # Metrics may not take what the model gives when it does not train.
-        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):
+        misfits = ValueError, tf.errors.InvalidArgumentError
+        with contextlib.suppress(*misfits, *[Exception] * own):
             return original(model, data_batch=batch)
-    with _host.keras.built_without_targets(model):
-        return original(model, data_batch=batch)
+    # A step may take the parts of a batch otherwise; it is built there then, too.
+    with contextlib.suppress(*[Exception] * own):
+        with _host.keras.built_without_targets(model):
+            return original(model, data_batch=batch)
+    return None
 
 
 def _zeros_like(iterator: Any) -> Any:
