@@ -1,6 +1,7 @@
 """Losses are read: whatever is made of sums over rows is what one process computes."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,15 @@ def weighted_by_classes(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> A
     return tf.reduce_mean(tf.math.divide_no_nan(sums, counts))
 
 
+def mapped(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    def error(pair: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+        return tf.reduce_mean(squares(pair[0][tf.newaxis], pair[1], w))
+
+    return tf.reduce_mean(tf.map_fn(error, (x, y), fn_output_signature=tf.float32))
+
+
 MEANS: dict[str, Form] = {
+    "mapped": mapped,
     "mean": lambda x, y, w, n: tf.reduce_mean(squares(x, y, w)),
     "mean of means": lambda x, y, w, n: tf.reduce_mean(
         tf.reduce_mean(squares(x, y, w), 1)
@@ -261,6 +270,25 @@ MOVED: dict[str, Form] = {
     ),
 }
 
+# Eagerly rows are taken apart by Python; a row alone is not what all workers have.
+APART: dict[str, Form] = {
+    "one alone": lambda x, y, w, n: tf.reduce_mean(tf.unstack(squares(x, y, w))[0]),
+    "in another order": lambda x, y, w, n: tf.reduce_mean(
+        tf.stack(tf.unstack(x @ w)[::-1]) * y
+    ),
+    "without the last": lambda x, y, w, n: tf.reduce_mean(
+        tf.stack(tf.unstack(squares(x, y, w))[:-1])
+    ),
+    "each with the next": lambda x, y, w, n: tf.reduce_mean(
+        tf.stack(
+            [
+                tf.abs(one - other)
+                for one, other in itertools.pairwise(tf.unstack(x @ w))
+            ]
+        )
+    ),
+}
+
 
 def data() -> tuple[tf.Tensor, tf.Tensor, tf.Variable]:
     random = tf.random.Generator.from_seed(4)
@@ -329,6 +357,13 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_what_moves_between_rows_is_told_eagerly(self, name: str) -> None:
         self.check_told(MOVED[name], eager=True)
 
+    @parameterized.parameters(*APART)
+    def test_rows_that_python_takes_apart_are_told(self, name: str) -> None:
+        self.check_told(APART[name], eager=True)
+
+    def test_rows_that_python_takes_one_by_one_are_read(self) -> None:
+        self.check("mapped", eager=True)
+
     def check_told(self, form: Form, eager: bool) -> None:
         x, y, w = data()
 
@@ -391,6 +426,32 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
         kind = None if way is None else way[0]
         wanted = BY_ROWS if name in MEANS else SUMMED if name in SUMS else None
         self.assertEqual(kind, wanted)
+
+
+class InABranchTest(parameterized.TestCase, tf.test.TestCase):
+    @parameterized.parameters(*MEANS, *SUMS)
+    def test_a_loss_of_rows_from_around_the_branch_is_read(self, name: str) -> None:
+        form = (MEANS | SUMS)[name]
+        ways = []
+
+        def call(x: tf.Tensor, y: tf.Tensor, step: tf.Tensor) -> Any:
+            reading = readings.Reading([x, y], [], None)
+            reading.asked = int(N)
+            read = losses.Losses(reading, int(N), lambda numbers: numbers)
+
+            def branch() -> tf.Tensor:
+                loss = form(x, y, w, N)
+                ways.append(read.way_of([loss]))
+                return tf.reduce_sum(loss)
+
+            return tf.cond(step > 0, branch, lambda: 0.0)
+
+        *_, w = data()
+        rows = [tf.TensorSpec([None, 5]), tf.TensorSpec([None, 2])]
+        signature = [*rows, tf.TensorSpec([], tf.int32)]
+        tf.function(call, signature, autograph=False).get_concrete_function()
+        kinds = {way and way[0] for way in ways}
+        self.assertEqual(kinds, {BY_ROWS if name in MEANS else SUMMED})
 
 
 # What a constant says of the rows of a batch of 12, of which a worker has 4.

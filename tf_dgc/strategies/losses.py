@@ -31,6 +31,7 @@ from tf_dgc.strategies.readings import (
     LARGEST,
     MEAN,
     NUMBER,
+    ROW,
     ROWS,
     SMALLEST,
     SUM,
@@ -224,7 +225,7 @@ class Losses:
     def _parts(self, tensor: Any) -> Iterator[Cut]:
         """Yield what a tensor is computed of."""
         known = self.reading.of(tensor)
-        if known.kind == UNKNOWN:
+        if known.kind in (UNKNOWN, ROW):
             raise NotKnown(self.reading.line_of(tensor))
         if known.kind == CONSTANT or self.reading.power_of(tensor):
             if tensor.dtype.is_floating and not self.reading.power_of(tensor):

@@ -21,6 +21,7 @@ Operation = _host.operations.Operation
 # What a tensor is, of this worker's rows.
 CONSTANT = "constant"  # the same on all workers
 ROWS = "rows"  # has a row, or several, of each row along an axis
+ROW = "row"  # made of one row, as in a loop of Python over them; `extent` says of which
 SHAPE = "shape"  # the dimensions of such
 NUMBER = "number"  # computed of sums over rows
 UNKNOWN = "unknown"
@@ -126,12 +127,16 @@ class Reading:
                 continue
             operation = _host.operations.of(last)
             inputs = [] if operation is None else list(operation.inputs)
+            outer = _outer(last, operation)
+            if outer is not None:
+                inputs = [outer]
             missing = [each for each in inputs if id(each) not in self._known]
             if missing:
                 waiting.extend(missing)
                 continue
             self._kept.append(last)
-            self._known[id(last)] = self._judged(last, operation)
+            known = None if outer is None else self._known[id(outer)]
+            self._known[id(last)] = known or self._judged(last, operation)
             waiting.pop()
         return self._known[id(tensor)]
 
@@ -207,6 +212,8 @@ class Reading:
             if inputs[0].nested:  # its gradient may be another
                 return _UNKNOWN
             return inputs[0]
+        if any(each.kind == ROW for each in inputs):
+            return self._of_one_row(operation, inputs)
         if kind == "Prod" and self._is_shape(operation.inputs[0]):
             return _count(_THE_ROWS)
         if kind == "Fill" and self._is_shape(operation.inputs[0]):
@@ -263,6 +270,22 @@ class Reading:
             known.kind == UNKNOWN and (not opaque or tensor.dtype.is_floating)
             for tensor, known in zip(operation.inputs, inputs, strict=True)
         )
+
+    def _of_one_row(self, operation: Operation, inputs: list[Known]) -> Known:
+        """Judge what is made of single rows: of one of them, or of all in their order.
+
+        So a function goes through rows in an eager step, as that of `tf.map_fn`.
+        """
+        kinds, extents = {each.kind for each in inputs}, [i.extent for i in inputs]
+        if operation.kind == "Pack" and kinds == {ROW}:
+            whole, count, _ = extents[0]
+            if extents == [(whole, count, i) for i in range(count)]:
+                rank = (operation.inputs[0].shape.rank or 0) + 1
+                return Known(ROWS, whole, operation.attributes("axis") % rank)
+        of = {each.extent for each in inputs if each.kind == ROW}
+        if len(of) == 1 and kinds <= {ROW, CONSTANT}:
+            return Known(ROW, of.pop())
+        return _UNKNOWN
 
     # What is made of as many rows as there are.
 
@@ -349,6 +372,9 @@ class Reading:
             return self._reduced(first, False, nested)
         if kind == "L2Loss":
             return self._reduced(first, False, nested)
+        if kind == "Unpack" and not (scales or nested) and _is_along(operation, first):
+            count = operation.attributes("num")
+            return Known(ROW, (first.extent, count, operation.output))
         over_rows = kind in _REDUCTIONS | _EXTREMES.keys() and _is_over(
             operation, first.axis if first.kind == ROWS else None
         )
@@ -524,6 +550,14 @@ class Reading:
         return True
 
 
+def _outer(tensor: Any, operation: Operation | None) -> Any:
+    """Return what a tensor of a branch, or of a loop, has from the graph around it."""
+    if operation is None or operation.kind != "Placeholder":
+        return None
+    found = _host.flow.outside(tensor.graph, tensor)
+    return None if found is tensor or hasattr(found, "numpy") else found
+
+
 def _count(extent: Any) -> Known:
     term = COUNT if extent == _THE_ROWS else SUM
     terms = frozenset({(term, 0)})
@@ -548,6 +582,12 @@ def _is_over(operation: Operation, axis: int | None) -> bool:
     if None in (axis, rank) or axes is None:
         return False
     return axis in {int(each) % rank for each in axes.reshape([-1])}
+
+
+def _is_along(operation: Operation, rows: Known) -> bool:
+    """Tell whether an operation takes rows apart."""
+    rank = operation.inputs[0].shape.rank
+    return rank is not None and operation.attributes("axis") % rank == rows.axis
 
 
 def _is_zero(tensor: Any) -> bool:
