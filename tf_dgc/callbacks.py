@@ -258,7 +258,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue from the last backup, if there is one."""
         strategy = of_callback(self)
-        if not strategy.saves_state:
+        if not strategy.inner.saves_state:
             self._follow(strategy)
             return
         self._claim(strategy)
@@ -275,7 +275,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if strategy.is_chief:
             self._tell(position)
         if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
-            strategy.tell_epoch(position.epoch)
+            strategy.inner.following.tell_epoch(position.epoch)
 
     def _tell(self, position: backups.Position) -> None:
         """Say on the chief where training goes on, or that it does not."""
@@ -366,7 +366,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             owner = self._owner(strategy)
             if owner.follow(strategy.workers, self.delete_checkpoint):
                 kept.remove(self.backup_dir, strategy)
-            epoch = strategy.chief_epoch()
+            epoch = strategy.inner.following.chief_epoch()
             _host.keras.set_initial_epoch(self.model, epoch)
             kept.restore(self.backup_dir, strategy, self.model, epoch, self._within)
 
@@ -394,10 +394,10 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Go to where the backup was made in the epoch, if it was."""
         _host.keras.set_initial_epoch(self.model, None)
         strategy = of_callback(self)
-        if not strategy.saves_state:
+        if not strategy.inner.saves_state:
             return
         if isinstance(strategy, DownpourStrategy):
-            strategy.tell_epoch(epoch)
+            strategy.inner.following.tell_epoch(epoch)
         self._epoch, position = epoch, self._resumed
         self._resumed, self._done = None, position.step if position else 0
         if position is not None and position.step:
@@ -425,7 +425,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Copy what is to be backed up within an epoch, and begin to write it."""
         strategy = of_callback(self)
-        if not (self._within and strategy.saves_state):
+        if not (self._within and strategy.inner.saves_state):
             return
         steps, self._done = batch + 1 - self._done, batch + 1
         if self._waiting is not None:  # the epoch has gone on
@@ -462,7 +462,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup, then remove those before it."""
         strategy = of_callback(self)
-        if not strategy.saves_state:
+        if not strategy.inner.saves_state:
             kept.save(self.backup_dir, strategy, self.model, epoch + 1)
             return
         told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -505,7 +505,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         strategy = of_callback(self)
         owner = self._owner(strategy)
         owner.complete = True
-        if not strategy.saves_state:
+        if not strategy.inner.saves_state:
             return
         _host.keras.set_initial_epoch(self.model, None)
         if self.delete_checkpoint:

@@ -124,7 +124,9 @@ def check_model(model: keras.Model, strategy: Any) -> None:
 
 
 def leave_out_whole_steps(
-    optimizer: keras.optimizers.Optimizer, transport: Transport
+    optimizer: keras.optimizers.Optimizer,
+    transport: Transport,
+    weigh: Callable[[list[Any], Sequence[Any], Any], Sequence[Any]] | None = None,
 ) -> None:
     """Let `optimizer.apply` do nothing at all where some worker's gradient is bad.
 
@@ -135,6 +137,8 @@ def leave_out_whole_steps(
         optimizer: as it is being made, too. One that scales the loss is left as it is:
             it looks for overflow by itself, and the one within does not see it.
         transport: to the other workers.
+        weigh: takes gradients, variables and an optimizer, and returns gradients as
+            they count.
     """
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scales or "apply" in vars(optimizer):
@@ -147,10 +151,9 @@ def leave_out_whole_steps(
             trainable_variables = list(trainable_variables)
             with keras.name_scope(own.name, caller=own):
                 own.build(trainable_variables)
-        share = getattr(_host.keras.strategy_of(own), "share", None)
-        if share is not None:  # what is computed without rows counts nothing
+        if weigh is not None:  # what is computed without rows counts nothing
             variables = trainable_variables or _host.keras.variables_of(own)
-            grads = share.weights.applied(list(grads), variables, own)
+            grads = weigh(list(grads), variables, own)
         bad = first_nonfinite([g for g in grads if g is not None])
         (votes,) = transport.all_reduce([tf.cast(bad > 0, tf.int32)], "whole_step")
         tf.cond(

@@ -8,7 +8,7 @@ on real workers: the step, the messages, the optimizer's part.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,7 @@ from tf_dgc.exchanges import EachStep
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.strategies.elements import Layout
+from tf_dgc.strategies.inner import Inner
 from tf_dgc.strategies.one_by_one import Seat, ShareInTurn
 from tf_dgc.transports.base import Transport, default_device
 from tf_dgc.transports.local import LocalTransport
@@ -128,6 +129,23 @@ def each_simulated_step(config: DGCConfig | None, **options: Any) -> EachStep:
     return EachStep(config, functools.partial(all_workers, **options))
 
 
+class SimulatedInner(Inner):
+    """Inside of a strategy of workers that one process computes."""
+
+    def exchange_and_update(self, optimizer: Any, *args: Any) -> None:
+        """Exchange and update, once all workers have a gradient.
+
+        Raises:
+            ValueError: a single worker asks for it.
+        """
+        if cast(_OneProcess, self.core.transport).busy:
+            raise ValueError(
+                "A training step must apply the gradients of `model.optimizer`, to be "
+                f"simulated. Received: those of {optimizer.name!r}"
+            )
+        super().exchange_and_update(optimizer, *args)
+
+
 class SimulatedStrategy(BaseStrategy):
     """Trains as N workers would, in one process: for a model's `fit`.
 
@@ -149,6 +167,8 @@ class SimulatedStrategy(BaseStrategy):
             model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         model.fit(dataset_of_global_batches)
     """
+
+    _inner_class = SimulatedInner
 
     def __init__(self, workers: int, config: DGCConfig | None = None) -> None:
         """Create the logical workers.
@@ -190,19 +210,6 @@ class SimulatedStrategy(BaseStrategy):
         make = each_simulated_step(config, factors=lambda: self._factors)
         super().__init__(mesh, config, make)
         self._turns = ShareInTurn(self._seat, clips_sum=config is None)
-
-    def exchange_and_update(self, optimizer: Any, *args: Any) -> None:
-        """Exchange and update, once all workers have a gradient.
-
-        Raises:
-            ValueError: a single worker asks for it.
-        """
-        if self._process.busy:
-            raise ValueError(
-                "A training step must apply the gradients of `model.optimizer`, to be "
-                f"simulated. Received: those of {optimizer.name!r}"
-            )
-        super().exchange_and_update(optimizer, *args)
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
@@ -264,11 +271,11 @@ class SimulatedStrategy(BaseStrategy):
     def _in_turns(self, rows: Any) -> Iterator[None]:
         """Let single workers be computed, of a batch of so many rows in all."""
         self._seat.begin(rows)
-        self._process.busy, self.share = True, self._turns
+        self._process.busy, self._core.share = True, self._turns
         try:
             yield
         finally:
-            self._process.busy, self.share = False, None
+            self._process.busy, self._core.share = False, None
 
     @contextlib.contextmanager
     def _captured(

@@ -132,7 +132,7 @@ def alone(names: list[str]) -> dict[str, Any]:
     for name, arrays in plain.items():
         pairs = list(zip(arrays, found[name], strict=True))
         differ[name] = [i for i, (a, b) in enumerate(pairs) if not np.array_equal(a, b)]
-    twins = strategy.twins._pairs.values()
+    twins = strategy.inner.twins._pairs.values()
     return {
         "differ": differ,
         "pieces": max(len(pair.twin.pieces) for pair in twins),
@@ -184,7 +184,7 @@ def integers(steps: int, **settings: Any) -> dict[str, Any]:
             apart = max(apart, int(inside.max() - inside.min()))
         time.sleep(drawn.random() * 0.02)
     strategy.barrier()
-    twins = [strategy.twins.of(v.value) for v in variables]
+    twins = [strategy.inner.twins.of(v.value) for v in variables]
     pairs = zip(variables, twins, strict=True)
     (exchange,) = strategy._ledger.exchanges()
     kept = [np.zeros(v.shape) for v in variables]
@@ -231,7 +231,7 @@ def fit(backup: str = "", epochs: int = 2, **settings: Any) -> dict[str, Any]:
         "epochs": len(history["loss"]),
         "digest": digest(model.trainable_variables),
         "alike": all(
-            np.array_equal(v, strategy.twins.of(v.value))
+            np.array_equal(v, strategy.inner.twins.of(v.value))
             for v in model.trainable_variables
         ),
         "evaluated": model.evaluate(x, y, verbose=0),
@@ -424,7 +424,7 @@ def together(eagerly: bool = False, both: bool = False) -> dict[str, Any]:
         "digest": hashlib.md5(b"".join(v.tobytes() for v in found)).hexdigest(),
         "figures": figures,
         "loop": _counted(strategy),
-        "pieces": max(len(p.twin.pieces) for p in strategy.twins._pairs.values()),
+        "pieces": max(len(p.twin.pieces) for p in strategy.inner.twins._pairs.values()),
     }
 
 

@@ -68,7 +68,7 @@ class Noting(keras.Model):
             self.seen.append([] if empty else x.ravel().tolist())
             return x
 
-        x = tf.numpy_function(note, [data[0], strategy.share.empty], tf.float32)
+        x = tf.numpy_function(note, [data[0], strategy.inner.share.empty], tf.float32)
         return super().train_step((tf.ensure_shape(x, [None, 1]), data[1]))
 
 

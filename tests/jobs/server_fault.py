@@ -113,7 +113,7 @@ def train(
         if exchange._pushed is not None:
             layout = exchange._pushed.layout
             kept = arena.unflatten(layout, exchange._pushed.residual.v)[0].numpy()
-    found = {"kernel": strategy.twins.of(model.kernel.value).read_value().numpy()}
+    found = {"kernel": strategy.inner.twins.of(model.kernel.value).read_value().numpy()}
     if table:
         found["table"] = strategy.read_rows(model.rows.embeddings, 0, IDS).numpy()
     return {

@@ -70,7 +70,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
     ) -> None:
         strategy = averaging(period=period, overlap="auto")
         optimizer = getattr(keras.optimizers, name)(0.1)
-        self.assertEqual(strategy._overlap_of(optimizer), expected)
+        self.assertEqual(strategy.inner._overlap_of(optimizer), expected)
 
     @parameterized.parameters((0.9, 1, True), (0.5, 40, False), (None, 1, False))
     def test_rounds_too_few_for_their_density_are_told(
@@ -80,7 +80,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         if sparsity is not None:
             compression = tf_dgc.DGCConfig(sparsity=sparsity, min_elements=1)
         strategy = averaging(period=2, compression=compression)
-        with mock.patch.object(strategy, "_warn") as warn:
+        with mock.patch.object(strategy.inner, "warn") as warn:
             fit(strategy, epochs=epochs)
         said = [text for call in warn.call_args_list for text in call.args[0]]
         self.assertEqual(any("rounds, in each of which" in t for t in said), told)
@@ -148,7 +148,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
 
         for _ in range(30):
             loss = strategy.run(step, features.regression())
-        self.assertEqual(float(strategy._averaging.loss), float(loss))
+        self.assertEqual(float(strategy.inner._averaging.loss), float(loss))
         self.assertLess(int(strategy.round_stats().period), 4)
 
     def test_frozen_layers_and_other_models_are_not_averaged(self) -> None:

@@ -77,7 +77,7 @@ class LeavesTest(tf.test.TestCase):
             own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
             own.compile("sgd", "mse")
         with (
-            mock.patch.object(strategy, "share", mock.Mock()),
+            mock.patch.object(strategy._core, "share", mock.Mock()),
             mock.patch.object(strategy.transport, "all_leave", lambda: all_leave),
         ):
             with fits._noted("fit", own):

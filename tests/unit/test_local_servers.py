@@ -142,7 +142,7 @@ class SuccessionTest(parameterized.TestCase):
         return [
             strategy.read_rows(table, 0, ROWS).numpy(),
             strategy.read_rows(slots[0], 0, ROWS).numpy(),
-            strategy.twins.of(kernel.value).read_value().numpy(),
+            strategy.inner.twins.of(kernel.value).read_value().numpy(),
             np.array(slots[1].value.read_value()),
         ]
 
@@ -243,7 +243,7 @@ class SuccessionTest(parameterized.TestCase):
                 pushed = exchange._pushed
                 (kept,) = arena.unflatten(pushed.layout, pushed.residual.v)
                 (twin,) = (
-                    strategy.twins.of(v.value) for v in model.trainable_variables
+                    strategy.inner.twins.of(v.value) for v in model.trainable_variables
                 )
                 counted = twin.read_value().numpy() - kept.numpy()
                 self.assertLessEqual(counted.max(), steps)

@@ -186,7 +186,7 @@ class ThreadsTest(tf.test.TestCase):
 
     def test_two_threads_at_a_time_are_refused(self) -> None:
         own = tf_dgc.DenseStrategy(transport="local")
-        own.share = mock.Mock()  # as of several workers
+        own._core.share = mock.Mock()  # as of several workers
         with own.scope():
             one, two = features.mlp(), features.mlp()
         begun, ended = threading.Event(), threading.Event()

@@ -502,7 +502,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     def test_all_see_the_same_logs_whatever_is_in_them(self) -> None:
         def work(transport: Loopback) -> Any:
             rank = transport.rank
-            share = tf_dgc.DenseStrategy(transport=transport).share
+            share = tf_dgc.DenseStrategy(transport=transport).inner.share
             share.rows.begin([3.0, 1.0, 0.0][rank])
             logs = {
                 "loss": tf.constant([1.0, 5.0, float("nan")][rank]),

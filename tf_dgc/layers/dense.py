@@ -228,7 +228,7 @@ class SplitDense(keras.layers.Dense):
 
     @property
     def _share(self) -> Any:
-        return self._strategy.share
+        return self._strategy.inner.share
 
     def _regularization(self, kernel: Any) -> tf.Tensor:
         """Return the loss of the whole kernel, with the gradient of the own part."""

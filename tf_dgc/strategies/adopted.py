@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.strategies.fits import inner_of
 
 
 def take_over(model: keras.Model, strategy: Any) -> None:
@@ -34,7 +35,7 @@ def _is_foreign(variable: Any) -> bool:
 def assign(original: Any, variable: Any, value: Any) -> Any:
     """Refuse metrics that nobody took over."""
     strategy = tf.distribute.get_strategy()
-    several = getattr(strategy, "own_batches", None) is not None
+    several = inner_of(strategy, "own_batches") is not None
     in_step = several and not tf.distribute.in_cross_replica_context()
     if in_step and _is_foreign(variable):
         raise ValueError(

@@ -1,29 +1,18 @@
 """The strategy of parameter averaging."""
 
-import logging
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, optimizers
-from tf_dgc.config import ADAPTIVE, AUTO, VISITS, AveragingConfig
-from tf_dgc.exchanges import Averaging, Companions, Expected
-from tf_dgc.exchanges.anchors import Outer
-from tf_dgc.exchanges.averaged import settle
+from tf_dgc.config import AveragingConfig
+from tf_dgc.exchanges import Averaging
 from tf_dgc.exchanges.figures import RoundStats
 from tf_dgc.exchanges.inplace import unseen
-from tf_dgc.exchanges.modes import Combining
-from tf_dgc.strategies.base import BaseStrategy, constrain
+from tf_dgc.strategies.averaging_inner import AveragingInner
+from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.transports import Transport, resolve
 from tf_dgc.transports.mesh import Mesh
-
-_logger = logging.getLogger("tf_dgc")
-
-SENDERS_DECAY = 0.95  # of what was not sent, in Sarfi et al., arXiv:2508.15706
 
 
 class ParameterAveragingStrategy(BaseStrategy):
@@ -53,6 +42,9 @@ class ParameterAveragingStrategy(BaseStrategy):
         See `tf_dgc.averaging`.
     """
 
+    _inner_class = AveragingInner
+    inner: AveragingInner
+
     def __init__(
         self,
         config: AveragingConfig | None = None,
@@ -80,7 +72,7 @@ class ParameterAveragingStrategy(BaseStrategy):
             )
         try:
             found = resolve(transport)  # before any variable is made
-            make = self._averages(config)
+            make = unseen(lambda: Averaging(config))
             super().__init__(Mesh.over(found), config, make)
         except RuntimeError as error:
             if hasattr(config.outer_optimizer, "apply"):
@@ -90,22 +82,6 @@ class ParameterAveragingStrategy(BaseStrategy):
                 ) from error
             raise
 
-    def _averages(self, config: AveragingConfig) -> Averaging:
-        """Begin without optimizers; return what makes their exchanges."""
-        self._outer: weakref.WeakKeyDictionary[Any, keras.optimizers.Optimizer] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._settings = config
-        self._exchanges = self._steps = 0  # steps of a `fit`, where that tells
-        self._model: Any = None  # whose step is run
-        self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
-        self._averaging = unseen(lambda: Averaging(config))
-        return self._averaging
-
-    def expect_steps(self, steps: int) -> None:
-        """Note how many steps the `fit` that begins has."""
-        self._steps = steps
-
     def round_stats(self) -> RoundStats:
         """Return how many rounds there were, and what the last one found."""
         found: list[Any] = self._ledger.exchanges()
@@ -113,19 +89,6 @@ class ParameterAveragingStrategy(BaseStrategy):
             zero = tf.zeros([], tf.int64)
             return RoundStats(zero, zero, zero, tf.zeros([]))
         return found[-1].stats()
-
-    @property
-    def holds_alike(self) -> bool:
-        """Tell whether nothing was trained: slots, and weights in a period, are own."""
-        return self._ledger.untouched
-
-    def settle(self) -> None:
-        """Hold a round of what was trained since the last one."""
-        self._settle(resumed=False)
-
-    def _settle(self, resumed: bool) -> None:
-        for optimizer in settle(self._ledger, resumed):
-            constrain(_host.keras.variables_of(optimizer))
 
     def flush(self, model: keras.Model) -> None:
         """Hold a round, and apply what compression keeps back; all workers call this.
@@ -136,171 +99,4 @@ class ParameterAveragingStrategy(BaseStrategy):
         Raises:
             ValueError: a state was restored, and not trained with since.
         """
-        self._settle(resumed=True)
-        own = [v.value for v in model.weights]
-        self._ledger.flush(own, lambda *_: None)
-        constrain(model.trainable_variables)
-
-    def run(
-        self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
-    ) -> Any:
-        """Run `fn` on this worker's replica; Keras calls this for every step.
-
-        Raises:
-            ValueError: `fn` is a step of a model that cannot be trained like this, or
-                the period is to follow a loss that `fn` does not return.
-        """
-        before, self._model = self._exchanges, getattr(fn, "__self__", None)
-        try:
-            result = super().run(fn, args, kwargs, options)
-        finally:
-            self._model = None
-        if self._settings.period != ADAPTIVE:
-            return result
-        if self._exchanges > before:
-            self._training.add(fn)  # a tf.function is traced only once
-        if fn in self._training:
-            loss: Any = result.get("loss") if isinstance(result, Mapping) else result
-            if not tf.is_tensor(loss) or loss.shape.rank != 0:
-                raise ValueError(
-                    f"period={ADAPTIVE!r} follows the loss: a training step must "
-                    "return it, or a dictionary with 'loss', as that of a Keras model "
-                    f"does. Received: {result!r}"
-                )
-            self._averaging.loss.assign(tf.cast(loss, tf.float64))
-        return result
-
-    def exchange_and_update(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        pairs: Sequence[tuple[Any, Any]],
-        learning_rate: Any,
-        update: Callable[[list[Any], Any], None],
-    ) -> None:
-        """Update the variables, then hold a round where it is time."""
-        self._exchanges += 1
-        used = [v for g, v in pairs if g is not None]
-        if is_new := not self._ledger.knows(optimizer, used):
-            with tf.init_scope():
-                expected = Expected(
-                    self._companions_of(optimizer),
-                    self._outer_step(optimizer),
-                    self._combining(optimizer),
-                    self._overlap_of(optimizer),
-                )
-                self._averaging.expect(optimizer, expected)
-        super().exchange_and_update(optimizer, pairs, learning_rate, update)
-        if is_new:
-            self._warn_of_few_rounds()
-
-    def _warn_of_few_rounds(self) -> None:
-        """Warn where compression leaves changes that are never sent in a `fit`."""
-        opened: Any = self._ledger.newest
-        density = None if opened is None else opened.density
-        visits = (density or 0.0) * self._steps / self._settings.least_period
-        if density is None or not self._steps or visits >= VISITS:
-            return
-        rounds = self._steps // self._settings.least_period
-        self._warn(
-            [
-                f"A `fit` of {self._steps} steps has {rounds} rounds, in each of which "
-                f"{100 * density:.3g}% of the elements are sent: {visits:.2g} times "
-                f"each on average, where {VISITS:g} times lose nothing. Send more of "
-                "them, DGCConfig(sparsity=...), take a shorter period, or more epochs"
-            ]
-        )
-
-    def _combining(self, optimizer: keras.optimizers.Optimizer) -> Combining:
-        """Return what becomes of compressed changes that an optimizer has made."""
-        config, rule = self._settings, self._settings.combine
-        if rule == "auto":
-            plain = config.outer_optimizer is not None or config.compression is None
-            short = not plain and optimizers.normalizes_steps(optimizer)
-            rule = "senders" if short else "mean"
-        decay = config.error_decay
-        if decay is None:
-            decay = SENDERS_DECAY if rule == "senders" else 1.0
-        return Combining(rule == "senders", decay)
-
-    def _overlap_of(self, optimizer: keras.optimizers.Optimizer) -> int:
-        """Return for how many steps rounds of what an optimizer trains are in flight.
-
-        After a whole period nothing is lost with optimizers that normalize their steps,
-        see docs/how-it-works/averaging.md.
-        """
-        found = self._settings.overlap
-        if found != AUTO:
-            return int(found or 0)
-        period = self._settings.least_period
-        return period if optimizers.normalizes_steps(optimizer) else -(-period // 4)
-
-    def _companions_of(self, optimizer: keras.optimizers.Optimizer) -> Companions:
-        config = self._settings
-        if isinstance(self._model, keras.Model):
-            weights = [v.value for v in self._model.non_trainable_weights]
-            statistics = [v for v in weights if v.dtype.is_floating and not v.trainable]
-        else:
-            statistics = self.extended.statistics()
-        chosen = [
-            variable
-            for variable in statistics
-            if any(fnmatchcase(variable.name, f"{p}:0") for p in config.non_trainable)
-        ]
-        for pattern in set(config.non_trainable) - {"*"}:
-            if not any(fnmatchcase(v.name, f"{pattern}:0") for v in statistics):
-                paths = [v.name.removesuffix(":0") for v in statistics]
-                _logger.warning("%r matches none of %s", pattern, paths)
-        averaged = _host.keras.averages_of(optimizer)
-        slots = _host.keras.slots_of(optimizer)
-        own = []
-        if config.outer_optimizer is not None:
-            own = [variable.value for variable in self._outer_of(optimizer).variables]
-        if config.average_slots:
-            return Companions(chosen, [*averaged, *slots], own)
-        return Companions(chosen, averaged, [*slots, *own])
-
-    def _outer_of(
-        self, optimizer: keras.optimizers.Optimizer
-    ) -> keras.optimizers.Optimizer:
-        """Return the outer optimizer of what an optimizer of the user trains."""
-        if optimizer in self._outer:
-            return self._outer[optimizer]
-        wanted = self._settings.outer_optimizer
-
-        def create() -> keras.optimizers.Optimizer:
-            with self.scope():
-                if callable(wanted):
-                    outer = wanted()
-                elif isinstance(wanted, Mapping):
-                    outer = keras.optimizers.deserialize(dict(wanted))
-                else:
-                    outer = type(wanted).from_config(wanted.get_config())
-                outer.build(_host.keras.variables_of(optimizer))
-            return outer
-
-        outer = unseen(create)
-        own = [variable.value for variable in _host.keras.variables_of(optimizer)]
-        optimizers.refuse_whole_tensors(outer, own, self._settings.compression)
-        # Its gradients are the same on all workers.
-        _host.applying.apply_as_they_are(outer)
-        self._outer[optimizer] = outer
-        return outer
-
-    def _outer_step(self, optimizer: keras.optimizers.Optimizer) -> Outer | None:
-        """Return what steps an optimizer's variables along outer gradients."""
-        if self._settings.outer_optimizer is None:
-            return None
-        outer = self._outer_of(optimizer)
-        # With what Keras wraps around a variable it applies its constraint, too.
-        wrapped = {id(v.value): v for v in _host.keras.variables_of(optimizer)}
-
-        def step(gradients: list[Any], variables: Sequence[Any]) -> None:
-            trained = [wrapped[id(v)] for v in variables]
-            context = tf.distribute.get_replica_context()
-            with self._exchanged():
-                if context is not None and context.strategy is self:
-                    outer.apply(gradients, trained)
-                else:
-                    self.run(lambda: outer.apply(gradients, trained))
-
-        return step
+        super().flush(model)

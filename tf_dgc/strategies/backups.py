@@ -165,7 +165,7 @@ def copy(
     """
     number = zlib.crc32(f"{run} {position}".encode()) % 2**31
     workers = strategy.transport.size
-    manifest, state = records.as_file(number, workers, strategy.own_state(model))
+    manifest, state = records.as_file(number, workers, strategy.inner.own_state(model))
     state = {name: np.array(array) for name, array in state.items()}
     rest = Variables(model).arrays() | remembered.arrays_of(callbacks, model)
     rest |= {f"{_SEED}.{n}": np.array(v) for n, v in seeds(model).items()}

@@ -37,7 +37,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def all_gather(self, value: Any, axis: Any, options: Any = None) -> Any:
         """Gather rows, in steps that have none without the row that stands for them."""
-        share = self.strategy.share
+        share = share_of(self.strategy)
         if share is not None and isinstance(axis, int) and axis == 0:
             value = tf.nest.map_structure(share.rows.with_rows, value)
         return self._met(super().all_gather(value, axis, options))
@@ -70,7 +70,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         def update(pairs: list[Any], rate: Any) -> None:
             super(ReplicaContext, self).merge_call(merge_fn, (pairs, rate), kwargs)
 
-        self.strategy.exchange_and_update(optimizer, pairs, learning_rate, update)
+        self.strategy.inner.exchange_and_update(optimizer, pairs, learning_rate, update)
         return None
 
     def refuse_pending(self) -> None:

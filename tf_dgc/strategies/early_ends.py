@@ -57,7 +57,7 @@ def _now() -> tuple[EarlyEnds, fits.Run] | None:
     run = fits.current()
     if run is None or run.what not in _FLAGS:
         return None
-    found = getattr(_host.keras.strategy_of(run.model), "early_ends", None)
+    found = fits.inner_of(_host.keras.strategy_of(run.model), "early_ends")
     return (found, run) if isinstance(found, EarlyEnds) else None
 
 

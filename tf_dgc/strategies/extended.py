@@ -91,7 +91,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
                 return next_creator(**kwargs)
 
         if (optimizer := _host.keras.calling_optimizer()) is not None:
-            self._container_strategy().take_in(optimizer)
+            self._container_strategy().inner.take_in(optimizer)
         own = synchronization == tf.VariableSynchronization.NONE or beside is not None
         if synchronization == tf.VariableSynchronization.ON_READ:
             return _host.distribute.create_on_read_variable(
@@ -310,8 +310,9 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         strategy = self._container_strategy()
-        strategy.settle()
-        if strategy.own_batches is not None and strategy.own_batches.is_alone:
+        strategy.inner.settle()
+        own_batches = strategy.inner.own_batches
+        if own_batches is not None and own_batches.is_alone:
             return _host.distribute.distributed_dataset(
                 strategy, dataset, self._device, None
             )
@@ -346,7 +347,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         )
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
-        self._container_strategy().settle()
+        self._container_strategy().inner.settle()
         self.witness.begin([])
         own = dataset_fn(self._input_context())
         return _host.distribute.distributed_dataset(
@@ -377,7 +378,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
         context.refuse_pending()
         if getattr(fn, "__name__", "") == "check_finite":
             # LossScaleOptimizer: an overflow on one worker is one for all.
-            share = self._container_strategy().share
+            share = self._container_strategy().inner.share
             if share is not None:
                 optimizer = getattr(fn, "__self__", None)
                 inner = _host.keras.inner_optimizers(optimizer)[-1]
@@ -391,7 +392,7 @@ class OneReplicaExtended(tf.compat.v1.distribute.StrategyExtended):
     ) -> Any:
         if _host.distribute.is_metric_variable(value) and tf.executing_eagerly():
             # As at the end of an epoch, before evaluation and callbacks: all are here.
-            self._container_strategy().settle()
+            self._container_strategy().inner.settle()
         return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
 
     def _batch_reduce_to(

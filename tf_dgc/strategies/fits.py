@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.strategies.share import share_of
 
 
 class Run(NamedTuple):
@@ -45,6 +46,11 @@ _entering = threading.Lock()
 def note(strategy: Any) -> None:
     """Note a strategy of this package, as it is made."""
     _own.add(strategy)
+
+
+def inner_of(strategy: Any, name: str) -> Any:
+    """Return an attribute of a strategy's `inner`; None where it has none."""
+    return getattr(getattr(strategy, "inner", None), name, None)
 
 
 def is_own(strategy: Any) -> bool:
@@ -123,7 +129,7 @@ def _noted(what: str, model: keras.Model, epochs: int = 1) -> Iterator[None]:
     if not is_own(strategy):
         yield
         return
-    several = getattr(strategy, "share", None) is not None
+    several = share_of(strategy) is not None
     run = Run(what, model, threading.current_thread(), several, epochs)
     with _entering:
         others = [each for each in _running if each.thread is not run.thread]

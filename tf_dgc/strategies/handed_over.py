@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import data
+from tf_dgc.strategies.fits import inner_of
 from tf_dgc.transports import handshake
 
 _MOST_BYTES = 2**20  # of an array that is looked at as a whole
@@ -27,7 +28,7 @@ def predict(
 ) -> Any:
     """Predict by itself where workers hand over data of their own."""
     strategy: Any = _host.keras.strategy_of(model)
-    own: Any = getattr(strategy, "own_batches", None)
+    own: Any = inner_of(strategy, "own_batches")
     given = _given(args, kwargs)
     found = None if own is None else _differing(strategy, "predict", given)
     if found is None:
@@ -59,7 +60,7 @@ def fit(
 
 
 def _refuse_differing(strategy: Any, what: str, given: list[Any]) -> None:
-    if getattr(strategy, "own_batches", None) is None:
+    if inner_of(strategy, "own_batches") is None:
         return
     found = _differing(strategy, what, given)
     if found is not None:

@@ -34,10 +34,10 @@ def save(
         return
     folder = backup_dir / _FOLDER
     strategy.save_state(folder / backups.Position(epochs).name, model)
-    least = min(strategy.progress, epochs)
+    least = min(strategy.inner.following.progress, epochs)
     for other in backups.listed(folder):
         if other.epoch < least:
-            own = strategy.part_of_state(folder / other.name)
+            own = strategy.inner.following.part_of_state(folder / other.name)
             shutil.rmtree(own, ignore_errors=True)
 
 
@@ -57,7 +57,7 @@ def restore(
         epochs: of the chief's backup.
         within: whether that may have been made within the next epoch.
     """
-    if not (_is_follower(strategy) and strategy.is_first and epochs):
+    if not (_is_follower(strategy) and strategy.inner.following.is_first and epochs):
         return
     for position in backups.listed(backup_dir / _FOLDER):
         folder = backup_dir / _FOLDER / position.name
@@ -76,16 +76,18 @@ def remove(backup_dir: pathlib.Path, strategy: Any) -> None:
     """Remove what this worker wrote in a job that has ended well."""
     if _is_follower(strategy):
         for position in backups.listed(backup_dir / _FOLDER):
-            own = strategy.part_of_state(backup_dir / _FOLDER / position.name)
+            own = strategy.inner.following.part_of_state(
+                backup_dir / _FOLDER / position.name
+            )
             shutil.rmtree(own, ignore_errors=True)
 
 
 def _is_whole(strategy: DownpourStrategy, folder: pathlib.Path) -> bool:
-    own = strategy.part_of_state(folder)
+    own = strategy.inner.following.part_of_state(folder)
     return backups.is_whole(own, 0, 1)
 
 
 def _is_follower(strategy: Any) -> bool:
     if not isinstance(strategy, DownpourStrategy):
         return False
-    return not strategy.is_chief and strategy.keeps_back
+    return not strategy.is_chief and strategy.inner.following.keeps_back

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
+from tf_dgc.strategies.fits import inner_of
 from tf_dgc.transports import Transport
 from tf_dgc.values import require
 
@@ -133,7 +134,7 @@ def predict_on_batch(
     original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Predict a batch of this worker's own."""
-    own = getattr(_host.keras.strategy_of(model), "own_batches", None)
+    own = inner_of(_host.keras.strategy_of(model), "own_batches")
     if own is None:
         return original(model, *args, **kwargs)
     return own.call(lambda: original(model, *args, **kwargs))

@@ -77,15 +77,15 @@ class DownpourExtended(OneReplicaExtended):
         if isinstance(near, Table):
             if near.whole != tf.TensorShape(shape):
                 return None
-            slot = strategy.tables.make(shape, dtype, initializer, near)
+            slot = strategy.inner.tables.make(shape, dtype, initializer, near)
             self.slots[_host.shared.identity_of(slot)] = near
             return slot
-        return strategy.tables.make(shape, dtype, initializer)
+        return strategy.inner.tables.make(shape, dtype, initializer)
 
     def count_received(self, size: tf.Tensor) -> None:
         """Count bytes of rows that a step fetches."""
         if self.running:
-            self._container_strategy().count_received(size)
+            self._container_strategy().inner.count_received(size)
 
     def _watch(self, variable: Any) -> None:
         """Follow what else assigns a variable: its twin must know."""
@@ -102,17 +102,17 @@ class DownpourExtended(OneReplicaExtended):
 
     def _assigned(self, variable: Any, name: str, args: Any, kwargs: Any) -> Any:
         strategy = self._container_strategy()
-        twin = strategy.twins.of(variable)
+        twin = strategy.inner.twins.of(variable)
         optimizer = _host.keras.calling_optimizer()
         if self.running and optimizer is not None and twin is not None:
             if not self.applying:
                 return variable  # a constraint, which the servers have applied
-            strategy.at_push(lambda: self._move(variable, twin, name, *args))
+            strategy.inner.at_push(lambda: self._move(variable, twin, name, *args))
         elif self.running and twin is not None:
             getattr(twin, name)(*args, **kwargs)
-            strategy.twins.mark(twin)
+            strategy.inner.twins.mark(twin)
         else:
-            strategy.twins.note()
+            strategy.inner.twins.note()
         return _host.shared.bypassed(variable, name)(*args, **kwargs)
 
     def _move(self, mirror: Any, twin: Any, name: str, value: Any) -> None:
@@ -126,12 +126,12 @@ class DownpourExtended(OneReplicaExtended):
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
         strategy = self._container_strategy()
-        twin = strategy.twins.of(var)
+        twin = strategy.inner.twins.of(var)
         if twin is None or not self.running:
             return super()._update(var, fn, args, kwargs, group)
         self.refuse_foreign(var)
         if not self.exchanged:  # such as weight decay, before the exchange
-            strategy.at_push(lambda: self.on_servers(twin, fn, args, kwargs))
+            strategy.inner.at_push(lambda: self.on_servers(twin, fn, args, kwargs))
         else:
             self.on_servers(twin, fn, args, kwargs)
         return None if group else ()
@@ -167,7 +167,7 @@ class DownpourExtended(OneReplicaExtended):
         self, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         self._running += 1
-        self._container_strategy().moves.step()
+        self._container_strategy().inner.moves.step()
         try:
             return super()._call_for_each_replica(fn, args, kwargs)
         finally:
@@ -177,15 +177,16 @@ class DownpourExtended(OneReplicaExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         strategy = self._container_strategy()
-        strategy.fetch()
-        if strategy.fits:
+        strategy.inner.fetch()
+        if strategy.inner.fits.running:
             divided, self.training_next = self.training_next, False
         else:
-            divided = not strategy.evaluates  # a loop of the user's
+            divided = not strategy.inner.fits.evaluating  # a loop of the user's
         whole = dataset
         if divided:
             # A step of all is of those without rows, too.
-            all_batches = strategy.fits and strategy.share is not None
+            fits, share = strategy.inner.fits, strategy.inner.share
+            all_batches = fits.running and share is not None
             share_of = data.share_of if all_batches else own_share
             dataset = share_of(dataset, strategy.rank, strategy.workers)
         found = _host.distribute.distributed_dataset(strategy, dataset, self._device)

@@ -23,7 +23,7 @@ def apply(
     if _is_served(strategy):
         if not strategy.extended.running:
             raise outside.error(variables[0].name)
-        strategy.prepare(optimizer, list(zip(grads, variables, strict=True)))
+        strategy.inner.prepare(optimizer, list(zip(grads, variables, strict=True)))
         strategy.extended.applying = True
     try:
         return original(optimizer, grads, variables)
@@ -49,7 +49,7 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
                 f"Received: {each!r}. The end of `fit` puts them into the model"
             )
     arguments = strategy.extended.of_fit(arguments)
-    with strategy.fitting(model, callbacks), strategy.named_errors():
+    with strategy.inner.fitting(model, callbacks), strategy.inner.named_errors():
         return original(model, **arguments)
 
 
@@ -67,5 +67,5 @@ def evaluate(
     if not _is_served(strategy):
         return original(model, *args, **kwargs)
     args, kwargs = strategy.extended.of_evaluation(args, kwargs)
-    with strategy.evaluating(), strategy.named_errors():
+    with strategy.inner.evaluating(), strategy.inner.named_errors():
         return original(model, *args, **kwargs)

@@ -247,4 +247,4 @@ def run_with_a_row(
 
 def share_of(strategy: Any) -> Any:
     """Return the `Share` of a strategy: None of others, and where one worker trains."""
-    return getattr(strategy, "share", None)
+    return getattr(getattr(strategy, "inner", None), "share", None)

@@ -224,7 +224,7 @@ def names(code: types.CodeType, attribute: str) -> bool:
 
 
 def _of(model: Any) -> Stopping | None:
-    found = getattr(_host.keras.strategy_of(model), "stopping", None)
+    found = fits.inner_of(_host.keras.strategy_of(model), "stopping")
     return found if isinstance(found, Stopping) else None
 
 
@@ -235,7 +235,7 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
     with stopping.training(model):
         history = original(model, *args, **kwargs)
     strategy: Any = _host.keras.strategy_of(model)
-    strategy.compare_trained(model)
+    strategy.inner.compare_trained(model)
     return history
 
 

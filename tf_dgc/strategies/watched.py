@@ -20,7 +20,7 @@ def expect_fit(
     strategy: Any = _host.keras.strategy_of(model)
     if not fits.is_own(strategy) or strategy not in of_several:
         return original(model, *args, **kwargs)
-    strategy.expect_fit(model)
+    strategy.inner.expect_fit(model)
     before = model.train_function
     result = original(model, *args, **kwargs)
 
@@ -43,8 +43,8 @@ def compare_before_steps(
     if fits.is_own(strategy):
         run = fits.current()
         if run is not None and run.what == "fit" and epoch.num_batches:
-            strategy.expect_steps(run.epochs * int(epoch.num_batches))
-        strategy.compare_variables()
+            strategy.inner.expect_steps(run.epochs * int(epoch.num_batches))
+        strategy.inner.compare_variables()
     yield from original(epoch)
 
 
@@ -56,7 +56,7 @@ def tell_what_is_lost(
     original(model, *args, **kwargs)
     strategy: Any = _host.keras.strategy_of(model)
     if fits.is_own(strategy) and model.optimizer is not before:
-        strategy.tell_what_is_lost(before)
+        strategy.inner.states.tell_what_is_lost(before)
 
 
 def check_and_build(
@@ -82,5 +82,6 @@ def refuse_outsider(
     if of_several and not fits.is_own(_host.keras.strategy_of(model)):
         used = any(strategy.extended.used for strategy in of_several)
         on_purpose = used and fits.may_be_outside()
-        next(iter(of_several))._warn([optimizers.check_outsider(model, on_purpose)])
+        warning = optimizers.check_outsider(model, on_purpose)
+        next(iter(of_several)).inner.warn([warning])
     return original(model, *args, **kwargs)

@@ -1,0 +1,58 @@
+"""Epochs and backups of workers with servers, which follow their chief."""
+
+import os
+import pathlib
+import sys
+
+from tf_dgc.exchanges.downpour import Downpouring
+from tf_dgc.strategies.served_training import Fits
+
+
+class Following:
+    """Place of this worker among those that follow the chief's epochs."""
+
+    def __init__(self, make: Downpouring, fits: Fits) -> None:
+        """Take the members of the job, and the calls of `fit`.
+
+        Args:
+            make: of exchanges with servers.
+            fits: that run.
+        """
+        self._members, self._config, self._fits = make.members, make.config, fits
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell the other workers at which epoch of its `fit` the chief is."""
+        self._members.progress = self._fits.count, epoch
+
+    def chief_epoch(self) -> int:
+        """Return where to begin a `fit`: at the chief's epoch, once it has told.
+
+        Beyond all epochs, where the chief is at a later `fit`.
+
+        Raises:
+            TimeoutError: the chief has not told.
+        """
+        members, own = self._members, self._fits.count
+        members.wait_for(lambda: members.progress[0] >= own, "epoch of `BackupState`")
+        fit, epoch = members.progress
+        return epoch if fit == own else sys.maxsize
+
+    @property
+    def progress(self) -> int:
+        """At which epoch of its `fit` the chief is, as far as it has told."""
+        return self._members.progress[1]
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether no worker had this one's place before, on these servers."""
+        return self._members.is_first
+
+    @property
+    def keeps_back(self) -> bool:
+        """Tell whether a worker keeps back a part of what it is to push."""
+        return self._config.compression is not None
+
+    def part_of_state(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Return where in a folder of state this worker writes."""
+        own = [] if self._members.is_chief else [f"worker-{self._members.index:05d}"]
+        return pathlib.Path(path, *own)

@@ -1,0 +1,193 @@
+"""Inside of a strategy: what this package needs of it, and users do not."""
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from tf_dgc import _host, optimizers
+from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges import records
+from tf_dgc.exchanges.records import Record
+from tf_dgc.strategies import adopted
+from tf_dgc.strategies.agreement import Agreement
+from tf_dgc.strategies.core import Core
+from tf_dgc.strategies.early_ends import EarlyEnds
+from tf_dgc.strategies.exchanging import Exchanging
+from tf_dgc.strategies.own_batches import OwnBatches
+from tf_dgc.strategies.share import Share
+from tf_dgc.strategies.states import States
+from tf_dgc.strategies.stopping import Stopping
+
+
+class Inner:
+    """Inside of a strategy, which other rooms of the package ask.
+
+    Attributes:
+        core: of the strategy.
+        states: in files.
+        own_batches: batches of this worker's own, where there are several workers.
+        early_ends: of `evaluate` and `predict`, where there are several workers.
+    """
+
+    def __init__(self, core: Core) -> None:
+        """Begin without what several workers have."""
+        self.core = core
+        self.states = States(core)
+        self._agreement = Agreement(core)
+        self._exchanging = self._make_exchanging()
+        self.own_batches: OwnBatches | None = None
+        self.early_ends: EarlyEnds | None = None
+
+    def _make_exchanging(self) -> Exchanging:
+        return Exchanging(self.core)
+
+    def join(self) -> None:
+        """Make what several workers have."""
+        core, transport = self.core, self.core.transport
+        core.share = Share(transport, *core.kinds_of_steps())
+        self.own_batches = OwnBatches(transport)
+        core.stopping = Stopping(transport, core.ledger, self.settle)
+        self.early_ends = EarlyEnds(transport, self.own_batches)
+        core.extended.share_seed()
+        atexit.register(core.extended.warn_if_unused)
+
+    @property
+    def share(self) -> Share | None:
+        """Share of a step, where there are several workers."""
+        return self.core.share
+
+    @property
+    def stopping(self) -> Stopping | None:
+        """End of training, where there are several workers."""
+        return self.core.stopping
+
+    @property
+    def saves_state(self) -> bool:
+        """Tell whether what this worker has is a part of backups."""
+        return True
+
+    @property
+    def holds_alike(self) -> bool:
+        """Tell whether weights should be the same on all workers between steps."""
+        return True
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Give each warning once."""
+        self.core.warn(warnings)
+
+    def take_in(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Prepare an optimizer that is being made in the scope."""
+        config = self.core.config
+        if isinstance(config, DGCConfig) and config.nonfinite == "skip":
+            transport = self.core.transport
+            optimizers.leave_out_whole_steps(optimizer, transport, self._weighed)
+
+    def _weighed(
+        self, gradients: list[Any], variables: Sequence[Any], optimizer: Any
+    ) -> Sequence[Any]:
+        """Return gradients as they count in the step that runs."""
+        if (share := self.core.share) is None:
+            return gradients
+        return share.weights.applied(gradients, variables, optimizer)
+
+    def own_state(self, model: keras.Model | None) -> list[Record]:
+        """Return what `save_state` writes of this worker, eagerly; not collective.
+
+        The arrays may be those of variables: copy them before the next step.
+        """
+        return self.states.records_of(model)
+
+    def save_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None
+    ) -> None:
+        """Write a state to a folder; see `BaseStrategy.save_state`."""
+        everybody = self.core.ledger.transport.everybody
+        records.save(everybody, path, self.own_state(model))
+
+    def restore_state(
+        self, path: str | os.PathLike[str], model: keras.Model | None
+    ) -> None:
+        """Take over what `save_state` wrote; see `BaseStrategy.restore_state`."""
+        self.states.restore(path, model)
+
+    def flush(self, model: keras.Model) -> None:
+        """Apply what workers keep back of a model; see `BaseStrategy.flush`."""
+        self.states.flush(model)
+
+    # Between steps.
+
+    def expect_fit(self, model: keras.Model) -> None:
+        """Let the workers' variables be compared before the next step of Keras."""
+        self._agreement.expect_fit(model)
+
+    def expect_steps(self, steps: int) -> None:
+        """Note how many steps the `fit` that begins has, where that is known."""
+        return
+
+    def compare_variables(self) -> None:
+        """Compare variables where it is time; all workers call this."""
+        self._agreement.compare_variables(self.holds_alike)
+
+    def compare_trained(self, model: keras.Model) -> None:
+        """Compare what was trained of a model, at the end of a `fit`."""
+        self._agreement.compare_trained(model)
+
+    def settle(self) -> None:
+        """Make variables the same on all workers, where these may differ by now.
+
+        Called where all workers meet outside of steps: where the data of `fit`,
+        `evaluate` or `predict` are shared out, and where metrics are read, as at the
+        end of an epoch.
+        """
+        self._agreement.settle()
+
+    # Steps.
+
+    def run(self, fn: Any, args: Any, step: Callable[[Any], Any]) -> Any:
+        """Run a function of a script, or of Keras, as a step.
+
+        Args:
+            fn: the function.
+            args: of it.
+            step: takes such arguments, and calls the function in a replica.
+        """
+        optimizers.check_function(fn)
+        model = _host.keras.model_of(fn)
+        if model is not None:
+            optimizers.check_model(model, self.core.strategy)
+        if self.share is not None and model is not None:
+            adopted.take_over(model, self.core.strategy)
+            return self.share.run(model, fn, args, step)
+        predicts = getattr(fn, "__name__", "") == "one_step_on_data"
+        if self.own_batches is None or not predicts:
+            return step(args)
+        return self.own_batches.predict(args, step)
+
+    def exchange(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of all workers; see `BaseStrategy.exchange`."""
+        if self.share is None:
+            return list(gradients)
+        if self.share.model is None:
+            raise RuntimeError(
+                "`strategy.exchange` must be called in a step of a model, as its "
+                "`train_step`, which `fit` runs"
+            )
+        if isinstance(self.core.config, DGCConfig):
+            raise ValueError(
+                "`strategy.exchange` must not be called with DGCConfig: workers send a "
+                "part of each gradient. DGCConfig(clip_norm=...) clips them"
+            )
+        return self.share.early.exchanged(gradients)
+
+    def exchange_and_update(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        pairs: Sequence[tuple[Any, Any]],
+        learning_rate: Any,
+        update: Callable[[list[Any], Any], None],
+    ) -> None:
+        """Exchange (gradient, variable) pairs and update the variables."""
+        self._exchanging.exchange_and_update(optimizer, pairs, learning_rate, update)
