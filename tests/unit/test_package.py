@@ -20,6 +20,7 @@ from unittest import mock
 import keras
 import pytest
 import tensorflow as tf
+from homes import TESTED_IN
 
 import tf_dgc
 from tf_dgc import _host, transports
@@ -357,6 +358,23 @@ class HouseRulesTest(tf.test.TestCase):
                     where = f"{name}:{node.lineno}"
                     self.assertIsInstance(node.exc, ast.Call, where)
                     self.assertNotEmpty(node.exc.args, where)
+
+    def test_each_module_is_tested_in_a_file_of_its_name_or_of_the_table(self) -> None:
+        tests = pathlib.Path(__file__).parents[1]
+        files = {path.relative_to(tests) for path in tests.rglob("test_*.py")}
+        named = {path.stem.removeprefix("test_") for path in files}
+        listed = [name for modules in TESTED_IN.values() for name in modules.split()]
+        for path in TESTED_IN:
+            self.assertIn(pathlib.Path(f"{path}.py"), files)
+        self.assertLen(listed, len(set(listed)))
+        homeless = {
+            name
+            for name, path in modules().items()
+            if path.stem not in ("__init__", "__main__")
+            and name.rpartition(".")[2] not in named
+        }
+        hint = "name a file of tests for it, or enter it in tests/homes.py"
+        self.assertEqual(homeless, set(listed), hint)
 
     def test_marks_of_tests_stand_below_their_parameters(self) -> None:
         # Those above are lost, without a word.

@@ -1,0 +1,67 @@
+"""Where modules are tested that have no file of tests of their own name."""
+
+# By the path of tests below tests/, the modules of `tf_dgc` that it tests.
+TESTED_IN: dict[str, str] = {
+    "jobs/test_downpour": """exchanges.local_gradients exchanges.rates servers.clocks
+        servers.pulse servers.succession strategies.embeddings strategies.following
+        strategies.on_servers strategies.served_fits strategies.served_inner
+        strategies.served_share strategies.served_training""",
+    "jobs/test_features": """_host.datasets _host.distribute _host.iterators _host.keras
+        strategies.adopted strategies.agreement strategies.base strategies.exchanging
+        strategies.inner strategies.witness transports.hybrid""",
+    "jobs/test_horovod_front_ends": """horovod.compressor horovod.core
+        horovod.normalization horovod.optimizer horovod.tape""",
+    "jobs/test_other_device": "_host.tensorflow",
+    "jobs/test_server_faults": "servers.progress strategies.kept",
+    "jobs/test_serving": "servers.cluster",
+    "jobs/test_split_training": "layers.away layers.dense layers.movement",
+    "jobs/test_stops": "strategies.snapshot strategies.stopping",
+    "jobs/test_verify": "verify.command verify.quiet verify.recording",
+    "lab/test_advise": "lab.measure lab.rates lab.splitting layers.ways",
+    "lab/test_launch": "launcher.call launcher.function launcher.workers",
+    "lab/test_placement": "lab.kernels",
+    "lab/test_run": "launcher.hosts",
+    "lab/test_run_faults": "launcher.agent launcher.leftovers",
+    "laws/test_exchange_contract": """exchanges.base exchanges.compressed
+        exchanges.dense""",
+    "laws/test_owners": "compression.regions exchanges.owner_sum transports.sums",
+    "laws/test_ratios": "exchanges.formats",
+    "laws/test_simulate": "strategies.one_by_one",
+    "laws/test_transports": "transports.base transports.grid transports.local",
+    "unit/test_averaging_strategy": "strategies.averaging_inner",
+    "unit/test_backups": "strategies.calls",
+    "unit/test_check": "check.command check.facts check.links check.meeting",
+    "unit/test_data": "exchanges.parts strategies.slicing",
+    "unit/test_dgc": "exchanges.applied exchanges.figures exchanges.residual",
+    "unit/test_horovod_names": "horovod.options",
+    "unit/test_losses": "strategies.readings strategies.row_axes",
+    "unit/test_output": "launcher.job",
+    "unit/test_own_batches": "strategies.handed_over",
+    "unit/test_own_steps": """strategies.context strategies.current strategies.decisions
+        strategies.early strategies.uses""",
+    "unit/test_package": "_host.probe version",
+    "unit/test_parameter_averaging": "exchanges.averaged exchanges.modes",
+    "unit/test_patches": "_host.applying",
+    "unit/test_pushed": "exchanges.selecting",
+    "unit/test_records": "strategies.core strategies.states",
+    "unit/test_reports": "transports.waiting",
+    "unit/test_resolver": "transports.mesh",
+    "unit/test_scope": "strategies.extended strategies.watched",
+    "unit/test_scopes": "strategies.fits",
+    "unit/test_screen": "launcher.terminals launcher.transcript launcher.warned",
+    "unit/test_script": "_host.startup launcher.settings",
+    "unit/test_servers": "servers.members servers.shards strategies.served",
+    "unit/test_share": """strategies.backward strategies.logs strategies.means
+        strategies.rows strategies.step_hooks strategies.step_warnings
+        strategies.weights""",
+    "unit/test_split": "strategies.positions strategies.rowwise",
+    "unit/test_split_layers": """bands exchanges.split_files layers.draws layers.logits
+        layers.refusals layers.trials""",
+    "unit/test_split_models": "layers.models",
+    "unit/test_stamps": "compression.halves servers.shared",
+    "unit/test_strategy": "step transports.collective transports.horovod",
+    "unit/test_tables": "_host.shared _host.stores",
+    "unit/test_turns": "exchanges.together servers.meetings",
+    "unit/test_watchdog": "transports.turnstile",
+    "unit/test_without_rows": "_host.flow",
+}
