@@ -31,7 +31,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_averaging_strategy": "strategies.averaging_inner",
     "unit/test_backups": "strategies.calls",
     "unit/test_check": "check.command check.facts check.links check.meeting",
-    "unit/test_data": "exchanges.parts strategies.slicing",
+    "unit/test_data": """exchanges.parts strategies.distribution strategies.first_builds
+        strategies.slicing""",
     "unit/test_dgc": "exchanges.applied exchanges.figures exchanges.residual",
     "unit/test_horovod_names": "horovod.options",
     "unit/test_losses": "strategies.readings strategies.row_axes",
@@ -59,7 +60,8 @@ TESTED_IN: dict[str, str] = {
         layers.refusals layers.trials""",
     "unit/test_split_models": "layers.models",
     "unit/test_stamps": "compression.halves servers.shared",
-    "unit/test_strategy": "step transports.collective transports.horovod",
+    "unit/test_strategy": """step strategies.made_variables strategies.one_device
+        strategies.reductions transports.collective transports.horovod""",
     "unit/test_tables": "_host.shared _host.stores",
     "unit/test_turns": "exchanges.together servers.meetings",
     "unit/test_watchdog": "transports.turnstile",

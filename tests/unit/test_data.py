@@ -17,7 +17,14 @@ from keras.src.trainers.data_adapters import (
 import tf_dgc
 from tf_dgc import _host
 from tf_dgc.exchanges import parts
-from tf_dgc.strategies import data, extended, patches, randomness, slicing, witness
+from tf_dgc.strategies import (
+    data,
+    first_builds,
+    patches,
+    randomness,
+    slicing,
+    witness,
+)
 
 Policy = tf.data.experimental.AutoShardPolicy
 
@@ -465,11 +472,11 @@ class PythonDataTest(parameterized.TestCase, tf.test.TestCase):
             r"`batch_shape` must begin with 4, the rows of one of 2 workers.*"
             r"Received: batch_shape=\(8, \.\.\.\), layers \['recurrent'\]",
         ):
-            extended.refuse_stateful(model, batch, 2)
-        extended.refuse_stateful(model, (np.zeros((8, 3, 1)),), 2)
-        extended.refuse_stateful(model, batch, 1)
+            first_builds.refuse_stateful(model, batch, 2)
+        first_builds.refuse_stateful(model, (np.zeros((8, 3, 1)),), 2)
+        first_builds.refuse_stateful(model, batch, 1)
         outputs = keras.layers.SimpleRNN(2)(inputs)
-        extended.refuse_stateful(keras.Model(inputs, outputs), batch, 2)
+        first_builds.refuse_stateful(keras.Model(inputs, outputs), batch, 2)
 
     @parameterized.parameters(1, 2)
     def test_an_epoch_of_a_py_dataset_has_every_batch_in_order(

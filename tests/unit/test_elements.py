@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_dgc.strategies import data, extended
+from tf_dgc.strategies import data, first_builds
 from tf_dgc.strategies.slicing import at_least_one_row, row_count
 
 # B, K: rows of the batch, and of what its rows share.
@@ -218,7 +218,7 @@ class StepTest(tf.test.TestCase):
 
     def test_a_model_is_built_by_a_batch_with_scalars(self) -> None:
         batch = (tf.zeros([3, 2]), None, tf.constant(0.5))
-        extended.refuse_stateful(keras.Sequential(), batch, 2)
+        first_builds.refuse_stateful(keras.Sequential(), batch, 2)
 
     def test_shapes_may_be_unknown(self) -> None:
         @tf.function(input_signature=[tf.TensorSpec(None)] * 2)

@@ -166,7 +166,7 @@ class AveragingInner(Inner):
             weights = [v.value for v in self._model.non_trainable_weights]
             statistics = [v for v in weights if v.dtype.is_floating and not v.trainable]
         else:
-            statistics = self.core.extended.statistics()
+            statistics = self.core.extended.made.statistics()
         chosen = [
             variable
             for variable in statistics

@@ -33,7 +33,7 @@ def predict(
     found = None if own is None else _differing(strategy, "predict", given)
     if found is None:
         return original(model, *args, **kwargs)
-    if strategy.extended.parts():
+    if strategy.extended.made.parts():
         raise ValueError(
             "All workers must hand the same data to `predict`, as they compute split "
             f"layers together. Received, by rank: {found}"

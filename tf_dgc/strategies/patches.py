@@ -20,8 +20,8 @@ from tf_dgc.strategies import (
     checkpoints,
     early_ends,
     embeddings,
-    extended,
     files,
+    first_builds,
     fits,
     handed_over,
     outside,
@@ -99,7 +99,7 @@ def _runs() -> list[Patch]:
     chief = "the chief prints for all"
     scope = "a model made outside of the scope would train alone"
     return [
-        Patch("build", extended.build_by_first_batches, "data are read once only"),
+        Patch("build", first_builds.build_by_first_batches, "data are read once only"),
         Patch("fit", fits.fit, noted),
         Patch("evaluate", fits.evaluate, noted),
         Patch("predict", fits.predict, noted),

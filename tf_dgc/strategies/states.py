@@ -41,7 +41,7 @@ class States:
 
     def _parts_of(self, model: keras.Model | None) -> list[Any]:
         """Return what this worker has parts of: all, or that of a model."""
-        parts: list[Any] = self._core.extended.parts()
+        parts: list[Any] = self._core.extended.made.parts()
         if model is None:
             return parts
         owners = (model, *_host.keras.optimizers_of(model))
