@@ -26,7 +26,6 @@ from tf_dgc.strategies.context import ReplicaContext
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.inner import Inner
-from tf_dgc.strategies.replicas import Replicas
 from tf_dgc.transports import Transport, handshake, resolve
 from tf_dgc.transports.mesh import Mesh
 from tf_dgc.transports.resolver import cluster_resolver
@@ -53,14 +52,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         make: Make,
     ) -> None:
         _host.tracebacks.install()
-        self._mesh = mesh
         self._ledger = Ledger(mesh.voices, make)
         self._core = Core(self, mesh, config, self._ledger, make)
         self.inner = self._inner_class(self._core)
         agree(type(self).__name__, self.transport, config)
-        tf.distribute.Strategy.__init__(
-            self, self._extended_class(self, self.transport, ReplicaContext)
-        )
+        extended = self._extended_class(self, self.transport, ReplicaContext)
+        tf.distribute.Strategy.__init__(self, extended)
         fits.note(self)
         patches.install()
         files.set_worker(self.rank, self.transport.size)
@@ -85,10 +82,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of workers, N; a loss divided by it counts as if it were not."""
-        workers = self._mesh.replicas
-        if self._core.share is not None:
-            self._core.share.note_asked()
-        return Replicas(workers) if workers > 1 else workers
+        return self.inner.replicas()
 
     @property
     def is_chief(self) -> bool:
@@ -98,12 +92,12 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     @property
     def transport(self) -> Transport:
         """Transport of tensors between the workers."""
-        return self._mesh.everybody
+        return self._core.transport
 
     @property
     def mesh(self) -> Mesh:
         """Mesh of the workers: who takes part in what."""
-        return self._mesh
+        return self._core.mesh
 
     @property
     def config(self) -> DGCConfig | AveragingConfig | DownpourConfig | None:
@@ -204,8 +198,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Raises:
             tf.errors.OpError: a worker has not come within the transport's timeout.
         """
-        self.inner.settle()
-        self.transport.barrier()
+        self.inner.barrier()
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None

@@ -141,32 +141,6 @@ class OneReplicaExtended(OneDevice):
             )
         return result if group else tf.nest.map_structure(self._local_results, result)
 
-    def _update_non_slot(
-        self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        group: bool,
-    ) -> Any:
-        with tf.device(self._device), _host.distribute.update_context():
-            result = fn(
-                *_host.distribute.local_component(args),
-                **_host.distribute.local_component(kwargs),
-            )
-        return result if group else tf.nest.map_structure(self._local_results, result)
-
-    def read_var(self, v: Any) -> tf.Tensor:
-        """Return a variable's value."""
-        return tf.identity(v)
-
-    def value_container(self, value: Any) -> Any:
-        """Return the distributed value that `value` is a part of, or itself."""
-        return _host.distribute.value_container(value)
-
-    def _local_results(self, value: Any) -> tuple[Any, ...]:
-        return _host.distribute.components_of(value) or (value,)
-
     def warn_if_unused(self) -> None:
         """Warn, at the end of the process, where the strategy had no part in it."""
         if not self.used:
@@ -196,16 +170,6 @@ class OneReplicaExtended(OneDevice):
     def own_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Return this worker's rows of batches; see `data.share_of`."""
         return data.share_of(dataset, self._transport.rank, self._transport.size)
-
-    def _input_context(self) -> tf.distribute.InputContext:
-        size = self._transport.size
-        return tf.distribute.InputContext(size, self._transport.rank, size)
-
-    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
-        context = tf.distribute.experimental.ValueContext(
-            self._transport.rank, self._transport.size
-        )
-        return value_fn(context)
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         strategy = self._container_strategy()
@@ -275,6 +239,3 @@ class OneReplicaExtended(OneDevice):
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:
         return self._reductions.gathered(value, axis)
-
-    def _broadcast_to(self, tensor: tf.Tensor, destinations: Any) -> tf.Tensor:
-        return tensor

@@ -1,5 +1,6 @@
-"""Devices and numbers of a strategy of one replica in each process."""
+"""Devices, numbers and values of a strategy of one replica in each process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -69,3 +70,44 @@ class OneDevice(tf.compat.v1.distribute.StrategyExtended):
     @property
     def _global_batch_size(self) -> bool:
         return True
+
+    # Values.
+
+    def _update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        with tf.device(self._device), _host.distribute.update_context():
+            result = fn(
+                *_host.distribute.local_component(args),
+                **_host.distribute.local_component(kwargs),
+            )
+        return result if group else tf.nest.map_structure(self._local_results, result)
+
+    def read_var(self, v: Any) -> tf.Tensor:
+        """Return a variable's value."""
+        return tf.identity(v)
+
+    def value_container(self, value: Any) -> Any:
+        """Return the distributed value that `value` is a part of, or itself."""
+        return _host.distribute.value_container(value)
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return _host.distribute.components_of(value) or (value,)
+
+    def _input_context(self) -> tf.distribute.InputContext:
+        size = self._transport.size
+        return tf.distribute.InputContext(size, self._transport.rank, size)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        context = tf.distribute.experimental.ValueContext(
+            self._transport.rank, self._transport.size
+        )
+        return value_fn(context)
+
+    def _broadcast_to(self, tensor: tf.Tensor, destinations: Any) -> tf.Tensor:
+        return tensor
