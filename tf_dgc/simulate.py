@@ -18,7 +18,7 @@ from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.base import BaseStrategy
-from tf_dgc.strategies.elements import Layout
+from tf_dgc.strategies.elements import ElementLayout
 from tf_dgc.strategies.inner import Inner
 from tf_dgc.strategies.one_by_one import Seat, ShareInTurn
 from tf_dgc.transports.base import Transport, default_device
@@ -224,7 +224,7 @@ class SimulatedStrategy(BaseStrategy):
             return super().run(fn, args, kwargs, options)
         _refuse(model.optimizer)
         rows, variables = slicing.row_count(args), list[Any]()
-        layout = Layout(args[0], self._workers)
+        layout = ElementLayout(args[0], self._workers)
 
         def worker(rank: Any) -> tuple[Any, ...]:
             """Return logs, factor and gradients of a worker, and its part of a sum."""

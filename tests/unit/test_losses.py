@@ -13,9 +13,9 @@ from absl.testing import parameterized
 from tf_dgc import _host
 from tf_dgc.strategies import losses, readings
 from tf_dgc.strategies.losses import BY_ROWS, SUMMED
-from tf_dgc.strategies.replicas import Replicas
+from tf_dgc.strategies.replicas import ReplicaCount
 
-N = Replicas(3)  # as a script gets it
+N = ReplicaCount(3)  # as a script gets it
 ROWS = 7
 SHARES = ((0, 3), (3, 6), (6, 7))
 Form = Callable[[tf.Tensor, tf.Tensor, tf.Variable, int], tf.Tensor]

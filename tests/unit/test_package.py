@@ -318,6 +318,28 @@ class ImportTest(tf.test.TestCase):
                 self.assertFalse(found.startswith("."), f"{name}: {found}")
 
 
+# Lines of classes that are still too large. The numbers may only shrink.
+LARGE = {
+    "Losses": 440,
+    "Reading": 430,
+    "Averaged": 420,
+    "Downpour": 400,
+    "Stamped": 380,
+    "BackupState": 360,
+    "Turns": 300,
+    "OwnerSum": 290,
+    "Ledger": 270,
+    "SplitDense": 270,
+    "Members": 250,
+    "CollectiveTransport": 250,
+    "Compressed": 230,
+    "Transport": 230,
+    "Selecting": 210,
+    "Pushed": 210,
+}
+LARGEST = 200
+# Names that two classes still have. There may only be fewer.
+TWICE = set("Call Header Kept Place State Step Wire Workers _View".split())
 RELATIVE = "What Which Who Whose Whom Where Whether When How".split()
 _NAMES = re.compile(r"parameterized\.|named\(")
 
@@ -342,6 +364,19 @@ class HouseRulesTest(tf.test.TestCase):
     def test_sources_are_ascii(self) -> None:
         for name, path in modules().items():
             self.assertTrue(path.read_bytes().isascii(), name)
+
+    def test_classes_have_one_idea_each_and_a_name_of_their_own(self) -> None:
+        sizes: dict[str, list[int]] = {}
+        for name, tree in trees().items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    lines = (node.end_lineno or 0) - node.lineno + 1
+                    sizes.setdefault(node.name, []).append(lines)
+                    limit = LARGE.get(node.name, LARGEST)
+                    self.assertLessEqual(lines, limit, f"{name}.{node.name}")
+        for name, limit in LARGE.items():
+            self.assertGreater(max(sizes.get(name, [0])), LARGEST, f"{name}: {limit}")
+        self.assertEqual({name for name, of in sizes.items() if len(of) > 1}, TWICE)
 
     def test_docstrings_begin_with_a_noun_or_an_imperative(self) -> None:
         kinds = ast.ClassDef | ast.FunctionDef | ast.Module

@@ -187,7 +187,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             assert share is not None
             own = share.rows()
             if name != "in any order":  # where there is none to compare with
-                layout = elements.Layout(dataset.element_spec, size)
+                layout = elements.ElementLayout(dataset.element_spec, size)
                 plain = data.own_rows(dataset, layout, rank).rows()
                 self.assertEqual(own.element_spec, plain.element_spec)
             self.assertEqual(own.cardinality(), dataset.cardinality())
@@ -254,7 +254,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
 
 
 def _rows_of(spec: Any, element: Any, rank: int, size: int) -> Any:
-    return elements.Layout(spec, size).rows_of(element, rank)
+    return elements.ElementLayout(spec, size).rows_of(element, rank)
 
 
 class EvidenceTest(parameterized.TestCase, tf.test.TestCase):

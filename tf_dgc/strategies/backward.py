@@ -13,7 +13,7 @@ from tf_dgc.strategies.readings import ROWS
 from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce
-from tf_dgc.strategies.weights import Weights
+from tf_dgc.strategies.weights import GradientWeights
 from tf_dgc.transports import Transport
 
 
@@ -26,7 +26,7 @@ class Backward:
         current: Current,
         rows: Rows,
         early: Early,
-        weights: Weights,
+        weights: GradientWeights,
         warnings: StepWarnings,
         at_once: AtOnce,
         local: bool,

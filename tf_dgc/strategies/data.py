@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import provenance, split, witness
-from tf_dgc.strategies.elements import Layout, batch_size_of
+from tf_dgc.strategies.elements import ElementLayout, batch_size_of
 from tf_dgc.strategies.split import MarkedRows
 
 _logger = logging.getLogger("tf_dgc")
@@ -59,9 +59,9 @@ def marked_share_of(dataset: tf.data.Dataset, rank: int, size: int) -> MarkedRow
     return share._replace(pairs=_read_ahead(share.pairs, dataset))
 
 
-def _layout(dataset: tf.data.Dataset, rank: int, size: int) -> Layout:
+def _layout(dataset: tf.data.Dataset, rank: int, size: int) -> ElementLayout:
     """Return which components have rows; the chief tells which have not."""
-    layout = Layout(dataset.element_spec, size, batch_size_of(dataset))
+    layout = ElementLayout(dataset.element_spec, size, batch_size_of(dataset))
     if layout.shared and rank == 0:
         _tell_shared(layout.shared)
     return layout
@@ -114,7 +114,7 @@ def _policy_of(dataset: tf.data.Dataset) -> Any:
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def own_rows(dataset: tf.data.Dataset, layout: Layout, rank: int) -> MarkedRows:
+def own_rows(dataset: tf.data.Dataset, layout: ElementLayout, rank: int) -> MarkedRows:
     """Take rows of whole batches, which all workers make."""
     spec, memory = dataset.element_spec, layout.memory()
     known, targets = _known(dataset)
@@ -152,7 +152,9 @@ def _known(dataset: tf.data.Dataset) -> tuple[list[int], int]:
     return chosen, len({*targets}.intersection(chosen))
 
 
-def _all_rows(dataset: tf.data.Dataset, layout: Layout, size: int) -> tf.data.Dataset:
+def _all_rows(
+    dataset: tf.data.Dataset, layout: ElementLayout, size: int
+) -> tf.data.Dataset:
     """Use up each batch in N steps."""
     memory = layout.memory()
 
@@ -165,7 +167,7 @@ def _all_rows(dataset: tf.data.Dataset, layout: Layout, size: int) -> tf.data.Da
 
 
 def _sharded(
-    dataset: tf.data.Dataset, layout: Layout, rank: int, size: int
+    dataset: tf.data.Dataset, layout: ElementLayout, rank: int, size: int
 ) -> tf.data.Dataset:
     """Let TensorFlow shard a dataset, and divide its batches."""
     policy = _policy_of(dataset)

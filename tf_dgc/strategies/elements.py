@@ -29,14 +29,14 @@ _ADVICE = (
 
 
 class Memory(NamedTuple):
-    """Memory of the batches before: see `Layout`."""
+    """Memory of the batches before: see `ElementLayout`."""
 
     first: tf.Variable  # rows of the first batch; shape [], int64, 0 before it
     alike: tf.Variable  # shape [divisible], bool: had as many rows as the batch
     other: tf.Variable  # likewise, or another number
 
 
-class Layout:
+class ElementLayout:
     """Layout of an element: which components have the rows of the batch."""
 
     def __init__(self, spec: Any, size: int, batch: int | None = None) -> None:

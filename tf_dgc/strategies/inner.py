@@ -17,7 +17,7 @@ from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.early_ends import EarlyEnds
 from tf_dgc.strategies.exchanging import Exchanging
 from tf_dgc.strategies.own_batches import OwnBatches
-from tf_dgc.strategies.replicas import Replicas
+from tf_dgc.strategies.replicas import ReplicaCount
 from tf_dgc.strategies.share import Share
 from tf_dgc.strategies.states import States
 from tf_dgc.strategies.stopping import Stopping
@@ -157,7 +157,7 @@ class Inner:
         workers = self.core.mesh.replicas
         if self.share is not None:
             self.share.note_asked()
-        return Replicas(workers) if workers > 1 else workers
+        return ReplicaCount(workers) if workers > 1 else workers
 
     def run(self, fn: Any, args: Any, step: Callable[[Any], Any]) -> Any:
         """Run a function of a script, or of Keras, as a step.

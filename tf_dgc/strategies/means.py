@@ -15,7 +15,7 @@ from tf_dgc.strategies.rows import Rows
 from tf_dgc.transports import Transport
 
 
-class Means:
+class StepMeans:
     """Numbers that a step gives to metrics, or returns."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Means:
         return (value * tf.cast(scale, value.dtype) if way[1] else value), False
 
 
-class OwnMeans(Means):
+class OwnMeans(StepMeans):
     """Numbers of steps on servers, whose metrics are of each worker's own rows."""
 
     def weighed(self, value: Any, given: Any) -> tuple[Any, Any]:

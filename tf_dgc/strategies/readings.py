@@ -109,7 +109,7 @@ class Reading:
         self._kept = [*rows, *splits]
         self._known = {id(each): Known(ROWS) for each in rows}
         self._known |= {id(each): Known(ROWS, SPLITS) for each in splits}
-        self._facts = row_axes.Facts(
+        self._facts = row_axes.AxisFacts(
             static,
             lambda t: self.of(t).origin == COUNT or self.of(t).kind == SHAPE,
             lambda tensor: self.of(tensor).picks,

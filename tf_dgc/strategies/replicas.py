@@ -14,7 +14,7 @@ from tf_dgc import _host
 _NAME = "tf_dgc_replicas"
 
 
-class Replicas(int):
+class ReplicaCount(int):
     """Number of workers, N."""
 
     dtype = "int32"  # Keras asks numbers that are not exactly int

@@ -123,7 +123,7 @@ def is_opaque(kind: str) -> bool:
     return opaque or kind in CALLS
 
 
-class Facts(NamedTuple):
+class AxisFacts(NamedTuple):
     """Facts about the rows of a step.
 
     Attributes:
@@ -141,7 +141,9 @@ class Facts(NamedTuple):
     workers: int = 1
 
 
-def axis_by_shape(facts: Facts, tensor: Any, guess: int | None = None) -> int | None:
+def axis_by_shape(
+    facts: AxisFacts, tensor: Any, guess: int | None = None
+) -> int | None:
     """Return the axis that may have rows, of one that was not followed."""
     if tensor.shape.rank is None:
         return guess
@@ -155,7 +157,9 @@ def axis_by_shape(facts: Facts, tensor: Any, guess: int | None = None) -> int | 
     return axes[0] if len(axes) == 1 else None
 
 
-def after(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def after(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     """Return the axis of the rows in what an operation makes.
 
     Raises:
@@ -187,7 +191,9 @@ def after(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | 
     return axis_by_shape(facts, tensor, axis if same else None)
 
 
-def _aligned(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _aligned(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     """Return the axis of rows that are aligned as `+` does it, from the right."""
     rank, found = tensor.shape.rank, set[int]()
     for i, axis in axes.items():
@@ -203,7 +209,9 @@ def _aligned(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int
 # Operations along axes.
 
 
-def _reduced(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _reduced(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     axis, rank = axes[0], operation.inputs[0].shape.rank
     over = tf.get_static_value(operation.inputs[1])
     if over is None or rank is None or axis is None:
@@ -218,7 +226,9 @@ def _reduced(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int
     return axis - sum(each < axis for each in gone)
 
 
-def _along(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _along(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     axis, rank = axes[0], tensor.shape.rank
     along = tf.get_static_value(operation.inputs[_ALONG[operation.kind]])
     lengths = tensor.dtype.is_integer and operation.kind == "Cumsum"  # to splits
@@ -230,7 +240,7 @@ def _along(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int |
 
 
 def _transposed(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     order = tf.get_static_value(operation.inputs[1])
     if axes[0] is None or order is None:
@@ -239,7 +249,7 @@ def _transposed(
 
 
 def _expanded(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     axis, at = axes[0], tf.get_static_value(operation.inputs[1])
     if axis is None or at is None or tensor.shape.rank is None:
@@ -248,7 +258,7 @@ def _expanded(
 
 
 def _squeezed(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     axis, shape = axes[0], operation.inputs[0].shape
     if axis is None or shape.rank is None:
@@ -262,7 +272,7 @@ def _squeezed(
 
 
 def _reshaped(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     axis, before, after = axes[0], operation.inputs[0].shape, tensor.shape
     if before.rank is None or after.rank is None or axis is None:
@@ -280,7 +290,7 @@ def _reshaped(
     return axis_by_shape(facts, tensor)
 
 
-def _is_of_constant_rows(facts: Facts, operation: Operation, tensor: Any) -> bool:
+def _is_of_constant_rows(facts: AxisFacts, operation: Operation, tensor: Any) -> bool:
     """Tell whether a constant says how many rows a reshaped tensor has.
 
     As it does in one process, whose batch has the rows of all workers.
@@ -303,7 +313,9 @@ def _is_of_constant_rows(facts: Facts, operation: Operation, tensor: Any) -> boo
     return -1 in list(given) or first not in ends
 
 
-def _packed(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _packed(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     axis = _one(facts, axes)
     if axis is None or tensor.shape.rank is None:
         return axis_by_shape(facts, tensor)
@@ -311,7 +323,7 @@ def _packed(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int 
 
 
 def _unpacked(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     axis, rank = axes[0], operation.inputs[0].shape.rank
     if axis is None or rank is None:
@@ -322,32 +334,40 @@ def _unpacked(
     return axis - (at < axis)
 
 
-def _joined(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _joined(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     return _one(facts, axes)
 
 
-def _one(facts: Facts, axes: Axes) -> int | None:
+def _one(facts: AxisFacts, axes: Axes) -> int | None:
     found = {axis for axis in axes.values() if axis is not None}
     if len(found) > 1:
         raise Moved("rows meet rows")
     return found.pop() if found else None
 
 
-def _tiled(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _tiled(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     times = tf.get_static_value(operation.inputs[1], partial=True)
     if axes[0] is not None and times is not None and times[axes[0]] is None:
         raise Moved("rows meet rows")
     return axes[0]
 
 
-def _padded(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _padded(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     pads = tf.get_static_value(operation.inputs[1])
     if axes[0] is not None and pads is not None and pads[axes[0]].any():
         raise Moved("rows meet rows")
     return axes[0]
 
 
-def _one_hot(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _one_hot(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     axis, at = axes[0], operation.attributes("axis")
     last = axis is None or at is None or at < 0
     return axis if last else axis + (at <= axis)
@@ -356,7 +376,9 @@ def _one_hot(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int
 # Parts.
 
 
-def _strided(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _strided(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     axis, rank = axes[0], operation.inputs[0].shape.rank
     size = operation.inputs[1].shape.num_elements()
     if axis is None or rank is None or size is None:
@@ -388,12 +410,14 @@ def _strided(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int
     return made + axis - at
 
 
-def _is_step(facts: Facts, strides: Any, i: int) -> bool:
+def _is_step(facts: AxisFacts, strides: Any, i: int) -> bool:
     found = tf.get_static_value(strides, partial=True)
     return found is not None and found[i] == 1
 
 
-def _is_edge(facts: Facts, bounds: Any, i: int, size: int | None, first: bool) -> bool:
+def _is_edge(
+    facts: AxisFacts, bounds: Any, i: int, size: int | None, first: bool
+) -> bool:
     """Tell whether rows begin, or end, at a bound, as a multiple of all.
 
     A constant that is as many as this worker has of a batch may be a part of the batch
@@ -412,13 +436,15 @@ def _is_edge(facts: Facts, bounds: Any, i: int, size: int | None, first: bool) -
     return several and (not first or value < (size or 0))
 
 
-def _is_counted(facts: Facts, numbers: Any, i: int) -> bool:
+def _is_counted(facts: AxisFacts, numbers: Any, i: int) -> bool:
     """Tell whether one of some numbers, which were packed, is that of rows."""
     made = _host.operations.of(numbers)
     return made is not None and made.kind == "Pack" and facts.counts(made.inputs[i])
 
 
-def _sliced(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _sliced(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     axis = axes[0]
     begin, size = (
         tf.get_static_value(each, partial=True) for each in operation.inputs[1:3]
@@ -437,7 +463,7 @@ def _sliced(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int 
 
 
 def _multiplied(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     if operation.kind == "MatMul":
         turned = [operation.attributes(f"transpose_{each}") for each in "ab"]
@@ -459,7 +485,7 @@ def _multiplied(
 
 
 def _of_labels(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     labels, out = labels_of(operation)
     if any(axis is None for axis in axes.values()):
@@ -474,7 +500,7 @@ def _of_labels(
 
 
 def _gathered(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     table, indices = operation.inputs[:2]
     at = tf.get_static_value(operation.inputs[2])
@@ -501,7 +527,7 @@ def _gathered(
 
 
 def _gathered_nd(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     if 1 not in axes or (0 in axes and not facts.picks(operation.inputs[1])):
         raise Moved("rows meet rows")
@@ -509,12 +535,14 @@ def _gathered_nd(
 
 
 def _looked_up(
-    facts: Facts, operation: Operation, tensor: Any, axes: Axes
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
 ) -> int | None:
     return axes.get(1)
 
 
-def _split(facts: Facts, operation: Operation, tensor: Any, axes: Axes) -> int | None:
+def _split(
+    facts: AxisFacts, operation: Operation, tensor: Any, axes: Axes
+) -> int | None:
     i, at = (1, 0) if operation.kind == "Split" else (0, 2)
     axis, rank = axes[i], tensor.shape.rank
     along = tf.get_static_value(operation.inputs[at])

@@ -29,12 +29,12 @@ from tf_dgc.strategies.decisions import Decisions
 from tf_dgc.strategies.early import Early
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import Losses, NotKnown
-from tf_dgc.strategies.means import Means
+from tf_dgc.strategies.means import StepMeans
 from tf_dgc.strategies.readings import Reading
 from tf_dgc.strategies.rows import Rows, SmallSteps
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce
-from tf_dgc.strategies.weights import Weights
+from tf_dgc.strategies.weights import GradientWeights
 from tf_dgc.transports import Transport
 
 
@@ -54,8 +54,8 @@ class Share:
         warnings: warnings.
     """
 
-    _rows, _early, _weights = Rows, Early, Weights
-    _means, _warnings, _decisions = Means, StepWarnings, Decisions
+    _rows, _early, _weights = Rows, Early, GradientWeights
+    _means, _warnings, _decisions = StepMeans, StepWarnings, Decisions
 
     def __init__(
         self, transport: Transport, clips_sum: bool, local: bool, averages: bool = False

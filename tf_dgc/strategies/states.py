@@ -15,7 +15,7 @@ from tf_dgc.strategies.core import Core
 
 
 class States:
-    """What workers keep back, and have of split layers: saved, restored, applied."""
+    """States of workers: residuals, and parts of layers; saved, restored, applied."""
 
     def __init__(self, core: Core) -> None:
         """Take the core of the strategy."""

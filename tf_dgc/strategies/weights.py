@@ -29,7 +29,7 @@ from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport
 
 
-class Weights:
+class GradientWeights:
     """Weights of the gradients that an optimizer applies."""
 
     def __init__(
@@ -230,7 +230,7 @@ def _accumulates(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "gradient_accumulation_steps", None))
 
 
-class WeightsOnServers(Weights):
+class WeightsOnServers(GradientWeights):
     """Weights of gradients whose mean is taken on servers."""
 
     def part(
