@@ -38,8 +38,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_losses": "strategies.readings strategies.row_axes",
     "unit/test_output": "launcher.job",
     "unit/test_own_batches": "strategies.handed_over",
-    "unit/test_own_steps": """strategies.context strategies.current strategies.decisions
-        strategies.early strategies.uses""",
+    "unit/test_own_steps": """strategies.conditions strategies.context
+        strategies.current strategies.early strategies.uses""",
     "unit/test_package": "_host.probe version",
     "unit/test_parameter_averaging": "exchanges.averaged exchanges.modes",
     "unit/test_patches": "_host.applying",

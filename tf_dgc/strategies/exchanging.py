@@ -35,7 +35,7 @@ class Exchanging:
         """
         core, share = self._core, self._core.share
         if share is not None:
-            share.decisions.refuse_undecided()
+            share.conditions.refuse_undecided()
         core.warn(optimizers.warnings_about(optimizer, core.mesh.replicas, core.config))
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc.strategies import slicing
-from tf_dgc.strategies.decisions import OwnNumbers
+from tf_dgc.strategies.conditions import OwnNumbers
 from tf_dgc.strategies.share import Share
 from tf_dgc.strategies.step_warnings import WarningsInTurn
 from tf_dgc.transports.base import Transport, default_device
@@ -81,7 +81,7 @@ class Seat(Transport):
 class ShareInTurn(Share):
     """Part of the step of the worker whose turn it is."""
 
-    _warnings, _decisions = WarningsInTurn, OwnNumbers
+    _warnings, _conditions = WarningsInTurn, OwnNumbers
 
     def __init__(self, seat: Seat, clips_sum: bool) -> None:
         """Create the variables, outside of any graph."""

@@ -20,7 +20,7 @@ from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import Turns
 from tf_dgc.strategies.current import Current
-from tf_dgc.strategies.decisions import OwnNumbers
+from tf_dgc.strategies.conditions import OwnNumbers
 from tf_dgc.strategies.early import EarlyOnServers
 from tf_dgc.strategies.means import OwnMeans
 from tf_dgc.strategies.rows import Rows
@@ -143,7 +143,7 @@ class ServedShare(Share):
 
     _rows, _early, _weights = RowsOnServers, EarlyOnServers, WeightsOnServers
     _means, _warnings = OwnMeans, WarningsOnServers
-    _decisions = OwnNumbers
+    _conditions = OwnNumbers
 
     def __init__(self, transport: OverServers) -> None:
         """Create the variables, outside of any graph."""

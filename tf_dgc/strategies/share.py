@@ -6,7 +6,7 @@ Axis: N workers. What a step is, is known in `current.py`; of its ideas each has
     backward        gradients of a loss, computed so that those of all can become one
     early           gradients that are exchanged where they are computed
     weights         what a gradient counts in the exchange
-    decisions       conditions that all workers decide alike
+    conditions      conditions that all workers decide alike
     means           numbers in metrics and logs
     step_warnings   what one process may compute otherwise
 
@@ -24,8 +24,8 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.backward import Backward
+from tf_dgc.strategies.conditions import Conditions
 from tf_dgc.strategies.current import Current, Step
-from tf_dgc.strategies.decisions import Decisions
 from tf_dgc.strategies.early import Early
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import Losses, NotKnown
@@ -48,14 +48,14 @@ class Share:
         early: gradients that are exchanged before they are applied.
         weights: of gradients.
         backward: gradients of losses.
-        decisions: conditions.
+        conditions: that all workers decide alike.
         means: numbers in metrics and logs.
         logs: of steps.
         warnings: warnings.
     """
 
     _rows, _early, _weights = Rows, Early, GradientWeights
-    _means, _warnings, _decisions = StepMeans, StepWarnings, Decisions
+    _means, _warnings, _conditions = StepMeans, StepWarnings, Conditions
 
     def __init__(
         self, transport: Transport, clips_sum: bool, local: bool, averages: bool = False
@@ -100,7 +100,7 @@ class Share:
         self.backward = Backward(
             transport, current, rows, early, weights, warnings, at_once, local
         )
-        self.decisions = self._decisions(transport, current, at_once, local, sums)
+        self.conditions = self._conditions(transport, current, at_once, local, sums)
         self.means = self._means(transport, current, rows, local)
 
     @property
@@ -149,7 +149,7 @@ class Share:
             with self._at_once.followed(model) if own else contextlib.nullcontext():
                 result = self._read(args, step)
             if own and trains:
-                self.decisions.compare()
+                self.conditions.compare()
             return result
 
         with self._current.entered(Step(model, may_be_empty, trains)):

@@ -118,7 +118,7 @@ def decide_together(
     share = share_of(tf.distribute.get_strategy())
     if share is None or not _host.operations.is_of_user():
         return original(pred, *args, **kw)
-    with share.decisions.decided(pred) as whole:
+    with share.conditions.decided(pred) as whole:
         return original(whole, *args, **kw)
 
 
@@ -127,7 +127,7 @@ def decide_at_once(original: Callable[..., bool], tensor: Any) -> bool:
     share = share_of(tf.distribute.get_strategy())
     if share is None or share.model is None or not _host.operations.asks_for_user():
         return original(tensor)
-    return original(share.decisions.truth(tensor))
+    return original(share.conditions.truth(tensor))
 
 
 def write_those_of_all(
@@ -136,7 +136,7 @@ def write_those_of_all(
     """Write numbers of the rows of all workers to what a script keeps."""
     share = share_of(tf.distribute.get_strategy())
     if share is not None and share.model is not None:
-        value = share.decisions.written(variable, value)
+        value = share.conditions.written(variable, value)
     return original(variable, value, *args, **kwargs)
 
 

@@ -20,7 +20,7 @@ from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport, handshake
 
 
-class Decisions:
+class Conditions:
     """Conditions that a step builds, or asks for."""
 
     def __init__(
@@ -172,7 +172,7 @@ class Decisions:
             )
 
 
-class OwnNumbers(Decisions):
+class OwnNumbers(Conditions):
     """Conditions where each worker keeps numbers, and decides in Python, by itself."""
 
     def compare(self) -> None:
