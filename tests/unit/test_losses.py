@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_dgc import _host
-from tf_dgc.strategies import losses, readings
+from tf_dgc.strategies import cuts, losses, readings
 from tf_dgc.strategies.losses import BY_ROWS, SUMMED
 from tf_dgc.strategies.replicas import ReplicaCount
 
@@ -368,7 +368,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
         x, y, w = data()
 
         def call(x: tf.Tensor, y: tf.Tensor) -> None:
-            with self.assertRaises(losses.NotKnown):
+            with self.assertRaises(cuts.NotKnown):
                 of_share(form, w, [], 0, x, y)
 
         if eager:

@@ -10,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc.strategies.current import Current
-from tf_dgc.strategies.losses import SUMMED, NotKnown
+from tf_dgc.strategies.cuts import NotKnown
+from tf_dgc.strategies.losses import SUMMED
 from tf_dgc.strategies.rows import Rows
 from tf_dgc.transports import Transport
 

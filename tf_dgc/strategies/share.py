@@ -26,9 +26,10 @@ from tf_dgc.strategies import slicing
 from tf_dgc.strategies.backward import Backward
 from tf_dgc.strategies.conditions import Conditions
 from tf_dgc.strategies.current import Current, Step
+from tf_dgc.strategies.cuts import NotKnown
 from tf_dgc.strategies.early import Early
 from tf_dgc.strategies.logs import Logs
-from tf_dgc.strategies.losses import Losses, NotKnown
+from tf_dgc.strategies.losses import Losses
 from tf_dgc.strategies.means import StepMeans
 from tf_dgc.strategies.readings import Reading
 from tf_dgc.strategies.rows import Rows, SmallSteps
