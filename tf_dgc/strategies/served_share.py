@@ -19,8 +19,8 @@ from tf_dgc.servers import members
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import Turns
-from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.conditions import OwnNumbers
+from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.early import EarlyOnServers
 from tf_dgc.strategies.means import OwnMeans
 from tf_dgc.strategies.rows import Rows
