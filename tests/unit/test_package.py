@@ -320,13 +320,11 @@ class ImportTest(tf.test.TestCase):
 
 # Lines of classes that are still too large. The numbers may only shrink.
 LARGE = {
-    "Losses": 440,
     "Reading": 430,
     "Averaged": 420,
     "Downpour": 400,
     "Stamped": 380,
     "BackupState": 360,
-    "Turns": 300,
     "OwnerSum": 290,
     "Ledger": 270,
     "SplitDense": 270,

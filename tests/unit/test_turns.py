@@ -13,10 +13,11 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_dgc.exchanges.together import Pieces, Together
+from tf_dgc.servers.attendance import INSIDE
 from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.shards import Shard
 from tf_dgc.servers.shared import Servers
-from tf_dgc.servers.turns import INSIDE, Turns
+from tf_dgc.servers.turns import Turns
 
 DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 TIMEOUT = 30.0
@@ -106,7 +107,7 @@ class Job:
                         break
             except BaseException as error:
                 errors.append(error)
-            self.turns(k).leave()
+            self.turns(k).attendance.leave()
 
         threads = [
             threading.Thread(target=train, args=[k]) for k in range(self.workers)
@@ -174,7 +175,8 @@ class TurnsTest(tf.test.TestCase):
             turns.own.assign(turns._step.read_value())
         job.applied.clear()
         before = job.value()
-        threads = [threading.Thread(target=job.turns(k).enter) for k in range(2)]
+        entering = [job.turns(k).attendance.enter for k in range(2)]
+        threads = [threading.Thread(target=enter) for enter in entering]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -190,8 +192,8 @@ class TurnsTest(tf.test.TestCase):
         job = Job(3)
         job.dead.add(2)
         for k in range(2):
-            job.turns(k)._is_inside.assign(True)
-            job.together[k]._members.put(job.turns(k)._places, INSIDE)
+            job.turns(k).attendance._is_inside.assign(True)
+            job.together[k]._members.put(job.turns(k).attendance.places, INSIDE)
         first = threading.Thread(target=job.step, args=[0, drawn(0, 0)])
         first.start()
         self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
@@ -201,8 +203,8 @@ class TurnsTest(tf.test.TestCase):
     def one_that_applies(self, job: Job) -> Turns:
         """Let worker 0 be about to apply the first step."""
         turns = job.turns(0)
-        turns._is_inside.assign(True)
-        job.together[0]._members.put(turns._places, INSIDE)
+        turns.attendance._is_inside.assign(True)
+        job.together[0]._members.put(turns.attendance.places, INSIDE)
         turns.arrive(tf.ones([]))
         applies, over = turns.wait()
         self.assertTrue(applies)
@@ -213,8 +215,8 @@ class TurnsTest(tf.test.TestCase):
         job = Job(2, backup_workers=1)
         self.one_that_applies(job)
         job.dead.add(0)
-        job.turns(1)._is_inside.assign(True)
-        job.together[1]._members.put(job.turns(1)._places, INSIDE)
+        job.turns(1).attendance._is_inside.assign(True)
+        job.together[1]._members.put(job.turns(1).attendance.places, INSIDE)
         with self.assertRaisesRegex(
             tf.errors.InvalidArgumentError, "has died while it applied a step"
         ):
@@ -223,9 +225,10 @@ class TurnsTest(tf.test.TestCase):
     def test_a_lot_that_comes_too_late_is_given_back(self) -> None:
         job = Job(2, backup_workers=1)
         first, late = self.one_that_applies(job), job.turns(1)
-        late._is_inside.assign(True)
+        late.attendance._is_inside.assign(True)
         first.count()
-        self.assertFalse(late._draw())  # of the first step, but that is taken
+        # Of the first step, but that is taken.
+        self.assertFalse(late._lots.draw(late.own.read_value()))
         first.follow()
         self.assertEqual(job.step(0, drawn(0, 1)), (True, False))
         self.assertLen(job.applied, 1)
@@ -267,7 +270,7 @@ class Script:
                 self.late += not in_time
                 if over:
                     break
-            self.job.turns(self.k).leave()
+            self.job.turns(self.k).attendance.leave()
         return True
 
 
@@ -362,8 +365,8 @@ class RoundsTest(parameterized.TestCase):
         thread.start()
         while not int(job.meetings(1)._waits.read_value()[1]):
             time.sleep(0.001)
-        job.turns(0).enter()
-        self.assertTrue(job.turns(0).takes_part)
+        job.turns(0).attendance.enter()
+        self.assertTrue(job.turns(0).attendance.takes_part)
         job.meetings(0).barrier()
         thread.join()
 

@@ -112,7 +112,7 @@ class Together:
         """
         turns = self.turns
         with tf.control_dependencies(list(local)):
-            entered = turns.enter()
+            entered = turns.attendance.enter()
         with tf.control_dependencies([entered]):
             in_time = turns.is_open()
 

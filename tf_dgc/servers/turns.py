@@ -12,19 +12,19 @@ who has taken another's place, or was not heard of for a time, is in that of the
 Axis: W workers. All variables are on server 0.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tf_dgc import values
+from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, SUBJECT, Attendance
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 
 _LOTS = 2**20  # of a step; each worker draws one at most
-OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
 NOW, READY, OVER, FREE, STUCK, ROUND = range(6)  # what a worker that waits looks at
-_SUBJECT = "A synchronous step"
 
 
 class Arrived(NamedTuple):
@@ -34,11 +34,60 @@ class Arrived(NamedTuple):
     weights: tf.Tensor  # shape [K], float32; in the mean, with the sum 1, or all 0
 
 
+class Lots:
+    """Lots that workers draw: who draws the first one of a step applies it.
+
+    Attributes:
+        drawn: shape [], int64: how many were drawn, in steps of `_LOTS`.
+        appliers: shape [W], int64: the step that a worker applies, plus 1.
+    """
+
+    def __init__(
+        self, drawn: Any, appliers: Any, members: Members, servers: Servers
+    ) -> None:
+        """Take the variables of the servers."""
+        self.drawn, self.appliers = drawn, appliers
+        self._members, self._device = members, servers.devices[0]
+
+    def begin(self, step: tf.Tensor) -> tf.Tensor:
+        """Begin the lots of a step."""
+        self.drawn.assign(step * _LOTS)
+        return self.drawn.read_value()
+
+    def draw(self, own: tf.Tensor) -> tf.Tensor:
+        """Draw a lot; return whether it is the first of this worker's step.
+
+        Args:
+            own: the number of the step.
+        """
+        with tf.device(self._device):
+            self._members.put(self.appliers, own + 1)
+            noted = self.appliers.read_value()
+        with tf.control_dependencies([noted]), tf.device(self._device):
+            lot = self.drawn.take_number()
+        with tf.device("CPU:0"):
+            lot = tf.identity(lot)
+            step, first = lot // _LOTS, lot % _LOTS == 0
+            wins = first & (step == own)
+            applies = tf.where(wins, own + 1, tf.zeros([], tf.int64))
+        with tf.device(self._device):
+            self._members.put(self.appliers, applies)
+        # The first lot of a later step is given back: others draw again.
+        later = first & (step != own)
+        tf.cond(later, lambda: self._give_back(step), lambda: None)
+        return wins
+
+    def _give_back(self, step: tf.Tensor) -> None:
+        with tf.device(self._device):
+            self.drawn.assign(step * _LOTS)
+
+
 class Turns:
     """Election of the worker that applies a step, and of the gradients in it.
 
     Attributes:
         own: shape [], int64: the step for which this worker computes a gradient.
+        attendance: of workers in rounds.
     """
 
     def __init__(
@@ -59,88 +108,34 @@ class Turns:
             return servers.variable(f"{name}.{name_of}", dtype, shape)
 
         each = [members.workers]
-        self._step, self._lots = make("turn"), make("lots")
+        self._step = make("turn")
+        lots = make("lots")
         # Steps are told by their number plus 1: 0 is none.
         self._arrived = make("turn_arrived", shape=each)
         self._weights = make("turn_weights", tf.float32, each)
-        self._appliers = make("turn_appliers", shape=each)
-        self._entries = make("turn_entries", shape=each)
-        self._places = make("turn_places", shape=each)
+        self._lots = Lots(lots, make("turn_appliers", shape=each), members, servers)
+        entries, places = (make(f"turn_{n}", shape=each) for n in ("entries", "places"))
+        self.attendance = Attendance(entries, places, members)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
-            self.own, self._round = (
-                tf.Variable(
-                    tf.constant(value, tf.int64), trainable=False, synchronization=own
-                )
-                for value in (0, 0)
-            )
-            self._is_inside = tf.Variable(False, trainable=False, synchronization=own)
+            zero = tf.constant(0, tf.int64)
+            self.own = tf.Variable(zero, trainable=False, synchronization=own)
 
     def begin(self) -> None:
         """Give first values: no step is taken."""
-        for variable in (self._step, self._lots, self._arrived, self._appliers):
-            variable.assign(tf.zeros(variable.shape, tf.int64))
-        for variable in (self._entries, self._places):
+        told = self.attendance.entries, self.attendance.places
+        lots = self._lots.drawn, self._lots.appliers
+        for variable in (self._step, self._arrived, *lots, *told):
             variable.assign(tf.zeros(variable.shape, tf.int64))
         self._weights.assign(tf.zeros(self._weights.shape))
 
     def join(self) -> None:
         """Begin, eagerly, where others may have; what a former process said is void."""
-        of_before = self._appliers, self._places, self._arrived, self._entries
+        places, entries = self.attendance.places, self.attendance.entries
+        of_before = self._lots.appliers, places, self._arrived, entries
         for variable in of_before:
             self._members.put(variable, 0)
         self.own.assign(self._step.read_value())
-
-    # Who takes part.
-
-    def enter(self) -> tf.Tensor:
-        """Take part, if this worker does not: with all that are there, or will be.
-
-        Returns:
-            True: shape [], bool.
-        """
-
-        def enter() -> tf.Tensor:
-            return tf.numpy_function(self._enter, [], tf.bool, stateful=True)
-
-        inside = self._is_inside.read_value()
-        with tf.device("CPU:0"):
-            entered = tf.cond(inside, lambda: tf.constant(True), enter)
-            self._is_inside.assign(entered)
-            return entered
-
-    def _enter(self) -> Any:
-        number = self._next_round()
-        self._round.assign(number)
-        # Who sees the round, which all read first, sees that this worker comes.
-        self._members.put(self._places, COMES)
-        self._members.put(self._entries, number)
-        self._members.meetings.wait_for_others(self._entries, number, _SUBJECT)
-        self._members.put(self._places, INSIDE)
-        return np.bool_(True)
-
-    def _next_round(self) -> int:
-        """Return the round under way, if it is a new one; else that to come."""
-        others = self._members.meetings.others()
-        rounds, places = (
-            each.read_value().numpy() for each in (self._entries, self._places)
-        )
-        under_way = rounds[others & np.isin(places, (INSIDE, COMES))]
-        done = rounds[others & (places == LEFT)]
-        found = under_way.min() if under_way.size else max([0, *done]) + 1
-        return max(int(self._round) + 1, int(found))
-
-    @property
-    def takes_part(self) -> bool:
-        """Tell whether steps of others wait for this worker's gradient."""
-        return bool(self._is_inside)
-
-    def leave(self) -> None:
-        """Hold nobody back, eagerly; the next step begins anew."""
-        if not self.takes_part:
-            return
-        self._is_inside.assign(False)
-        self._members.put(self._places, LEFT)
 
     # A step.
 
@@ -150,17 +145,8 @@ class Turns:
         Shape [], bool.
         """
         look = self._look()
-        round_of_others = look[ROUND]
-
-        def follow() -> tf.Tensor:
-            """Be in the round of those that have gone on without this worker."""
-            self._round.assign(round_of_others)
-            self._members.put(self._entries, round_of_others)
-            return tf.constant(True)
-
         with tf.device("CPU:0"):
-            behind = round_of_others != self._round.read_value()
-            followed = tf.cond(behind, follow, lambda: tf.constant(True))
+            followed = self.attendance.follow(look[ROUND])
             with tf.control_dependencies([followed]):
                 return look[NOW] == self.own.read_value()
 
@@ -183,17 +169,12 @@ class Turns:
         fewer than that take part; whether no lot is drawn; whether who drew the first
         is dead; and the round that this worker is in, or has missed. Shape [6], int64.
         """
-        own, own_round = self.own.read_value(), self._round.read_value()
+        own, own_round = self.own.read_value(), self.attendance.round.read_value()
         with tf.device(self._device):
             own, own_round = tf.identity(own), tf.identity(own_round)
-            now, lots = self._step.read_value(), self._lots.read_value()
+            now, lots = self._step.read_value(), self._lots.drawn.read_value()
             living = self._members.living()
-            rounds = self._entries.read_value()
-            with tf.control_dependencies([rounds]):
-                places = self._places.read_value()
-            later = living & (places == INSIDE) & (rounds > own_round)
-            missed = tf.reduce_min(tf.where(later, rounds, rounds.dtype.max))
-            own_round = tf.where(tf.reduce_any(later), missed, own_round)
+            rounds, places, own_round = self.attendance.now(living, own_round)
             takes_part = (places == INSIDE) | (places == COMES)
             inside = living & takes_part & (rounds == own_round)
             arrived = self._arrived.read_value() == own + 1
@@ -205,7 +186,7 @@ class Turns:
                 count = tf.math.count_nonzero(known) - self._backups
                 count = tf.maximum(count, 1)
                 over, needed = needed < count, count
-            applies = living & (self._appliers.read_value() == own + 1)
+            applies = living & (self._lots.appliers.read_value() == own + 1)
             found = [
                 now,
                 tf.math.count_nonzero(arrived) >= needed,
@@ -231,9 +212,12 @@ class Turns:
         own = self.own.read_value()
 
         def wins(look: tf.Tensor) -> tf.Tensor:
-            ready = (look[READY] > 0) & (look[ROUND] == self._round.read_value())
+            ready = (look[READY] > 0) & (
+                look[ROUND] == self.attendance.round.read_value()
+            )
             free = ready & (look[FREE] > 0)
-            return tf.cond(free, self._draw, lambda: tf.constant(False))
+            draw = functools.partial(self._lots.draw, own)
+            return tf.cond(free, draw, lambda: tf.constant(False))
 
         def goes_on(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> tf.Tensor:
             return (look[NOW] == own) & (look[OVER] == 0) & ~won
@@ -257,49 +241,20 @@ class Turns:
             return won, (look[OVER] > 0) & (look[NOW] == own) & ~won
 
     def _nap(self, began: Any) -> Any:
-        return self._members.meetings.nap(began, self._late, _SUBJECT)
+        return self._members.meetings.nap(began, self._late, SUBJECT)
 
     def _late(self) -> np.ndarray:
         """Tell which workers this step waits for: shape [W], bool."""
-        places, rounds, arrived = (
-            each.read_value().numpy()
-            for each in (self._places, self._entries, self._arrived)
-        )
-        late: np.ndarray = np.isin(places, (INSIDE, COMES)) & (
-            rounds == int(self._round)
-        )
-        return late & (arrived != int(self.own) + 1) & self._members.meetings.others()
-
-    def _draw(self) -> tf.Tensor:
-        """Draw a lot; return whether it is the first of this worker's step."""
-        own = self.own.read_value()
-        with tf.device(self._device):
-            self._members.put(self._appliers, own + 1)
-            noted = self._appliers.read_value()
-        with tf.control_dependencies([noted]), tf.device(self._device):
-            lot = self._lots.take_number()
-        with tf.device("CPU:0"):
-            lot = tf.identity(lot)
-            step, first = lot // _LOTS, lot % _LOTS == 0
-            wins = first & (step == own)
-            applies = tf.where(wins, own + 1, tf.zeros([], tf.int64))
-        with tf.device(self._device):
-            self._members.put(self._appliers, applies)
-        # The first lot of a later step is given back: others draw again.
-        later = first & (step != own)
-        tf.cond(later, lambda: self._give_back(step), lambda: None)
-        return wins
-
-    def _give_back(self, step: tf.Tensor) -> None:
-        with tf.device(self._device):
-            self._lots.assign(step * _LOTS)
+        late = self.attendance.inside() & self._members.meetings.others()
+        arrived: np.ndarray = self._arrived.read_value().numpy()
+        return late & (arrived != int(self.own) + 1)
 
     def arrived(self) -> Arrived:
         """Return whose gradients the step is the mean of."""
-        own, own_round = self.own.read_value(), self._round.read_value()
+        own, own_round = self.own.read_value(), self.attendance.round.read_value()
         with tf.device(self._device):
             now = self._arrived.read_value() == tf.identity(own) + 1
-            together = self._entries.read_value() == tf.identity(own_round)
+            together = self.attendance.entries.read_value() == tf.identity(own_round)
             found = tf.where(now & together)[:, 0]
             with tf.control_dependencies([found]):
                 weights = tf.gather(self._weights.read_value(), found)
@@ -311,8 +266,7 @@ class Turns:
         """Count the step: all go on."""
         own = self.own.read_value()
         with tf.device(self._device):
-            self._lots.assign((own + 1) * _LOTS)
-            ready = self._lots.read_value()
+            ready = self._lots.begin(own + 1)
         with tf.control_dependencies([ready]), tf.device(self._device):
             self._step.assign(own + 1)
 

@@ -119,11 +119,11 @@ class ServedInner(Inner):
 
     def barrier(self) -> None:
         """Wait until all workers have come here; then fetch."""
-        takes_part = [turns for turns in self._turns() if turns.takes_part]
+        takes_part = [turns for turns in self._turns() if turns.attendance.takes_part]
         self._leave_clocks()
         self.members.meetings.barrier()
         for turns in takes_part:  # before anybody takes a step
-            turns.enter()
+            turns.attendance.enter()
         if takes_part:
             self.members.meetings.barrier()
         self.fetch()
@@ -135,7 +135,7 @@ class ServedInner(Inner):
             if exchange.clocks is not None:
                 exchange.clocks.leave()
         for turns in self._turns():
-            turns.leave()
+            turns.attendance.leave()
 
     def _turns(self) -> list[Any]:
         exchanges: list[Any] = self.core.ledger.exchanges()

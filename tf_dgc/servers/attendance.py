@@ -1,0 +1,121 @@
+"""Attendance of workers in the rounds of steps that they take together.
+
+Axis: W workers. All variables that workers share are on server 0.
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc.servers.members import Members
+
+OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
+SUBJECT = "A synchronous step"
+
+
+class Attendance:
+    """Attendance of workers: in which round each is, and whether it takes part.
+
+    Attributes:
+        entries: shape [W], int64: the round of each worker.
+        places: shape [W], int64: `OUTSIDE`, `INSIDE`, `LEFT` or `COMES`.
+        round: shape [], int64: of this worker.
+    """
+
+    def __init__(self, entries: Any, places: Any, members: Members) -> None:
+        """Take the variables of the servers, and begin outside.
+
+        Args:
+            entries: rounds.
+            places: of the workers.
+            members: of the job.
+        """
+        self.entries, self.places, self._members = entries, places, members
+        own = tf.VariableSynchronization.NONE
+        with tf.init_scope(), tf.device("CPU:0"):
+            zero = tf.constant(0, tf.int64)
+            self.round = tf.Variable(zero, trainable=False, synchronization=own)
+            self._is_inside = tf.Variable(False, trainable=False, synchronization=own)
+
+    def enter(self) -> tf.Tensor:
+        """Take part, if this worker does not: with all that are there, or will be.
+
+        Returns:
+            True: shape [], bool.
+        """
+
+        def enter() -> tf.Tensor:
+            return tf.numpy_function(self._enter, [], tf.bool, stateful=True)
+
+        inside = self._is_inside.read_value()
+        with tf.device("CPU:0"):
+            entered = tf.cond(inside, lambda: tf.constant(True), enter)
+            self._is_inside.assign(entered)
+            return entered
+
+    def _enter(self) -> Any:
+        number = self._next_round()
+        self.round.assign(number)
+        # Who sees the round, which all read first, sees that this worker comes.
+        self._members.put(self.places, COMES)
+        self._members.put(self.entries, number)
+        self._members.meetings.wait_for_others(self.entries, number, SUBJECT)
+        self._members.put(self.places, INSIDE)
+        return np.bool_(True)
+
+    def _next_round(self) -> int:
+        """Return the round under way, if it is a new one; else that to come."""
+        others = self._members.meetings.others()
+        rounds, places = (
+            each.read_value().numpy() for each in (self.entries, self.places)
+        )
+        under_way = rounds[others & np.isin(places, (INSIDE, COMES))]
+        done = rounds[others & (places == LEFT)]
+        found = under_way.min() if under_way.size else max([0, *done]) + 1
+        return max(int(self.round) + 1, int(found))
+
+    @property
+    def takes_part(self) -> bool:
+        """Tell whether steps of others wait for this worker's gradient."""
+        return bool(self._is_inside)
+
+    def leave(self) -> None:
+        """Hold nobody back, eagerly; the next step begins anew."""
+        if not self.takes_part:
+            return
+        self._is_inside.assign(False)
+        self._members.put(self.places, LEFT)
+
+    def now(self, living: tf.Tensor, own_round: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Return rounds, places, and the round that this worker is in, or has missed.
+
+        Args:
+            living: workers that live: shape [W], bool.
+            own_round: of this worker, on the device of the servers.
+        """
+        rounds = self.entries.read_value()
+        with tf.control_dependencies([rounds]):
+            places = self.places.read_value()
+        later = living & (places == INSIDE) & (rounds > own_round)
+        missed = tf.reduce_min(tf.where(later, rounds, rounds.dtype.max))
+        return rounds, places, tf.where(tf.reduce_any(later), missed, own_round)
+
+    def follow(self, round_of_others: tf.Tensor) -> tf.Tensor:
+        """Be in the round of those that have gone on without this worker."""
+
+        def follow() -> tf.Tensor:
+            self.round.assign(round_of_others)
+            self._members.put(self.entries, round_of_others)
+            return tf.constant(True)
+
+        behind = round_of_others != self.round.read_value()
+        return tf.cond(behind, follow, lambda: tf.constant(True))
+
+    def inside(self) -> np.ndarray:
+        """Tell which workers are in this one's round, eagerly: shape [W], bool."""
+        places, rounds = (
+            variable.read_value().numpy() for variable in (self.places, self.entries)
+        )
+        inside: np.ndarray = np.isin(places, (INSIDE, COMES))
+        return inside & (rounds == int(self.round))
