@@ -2,13 +2,14 @@
 
 # By the path of tests below tests/, the modules of `tf_dgc` that it tests.
 TESTED_IN: dict[str, str] = {
-    "jobs/test_downpour": """exchanges.local_gradients exchanges.rates servers.clocks
-        servers.pulse servers.succession strategies.embeddings strategies.following
-        strategies.on_servers strategies.served_fits strategies.served_inner
-        strategies.served_share strategies.served_training""",
-    "jobs/test_features": """_host.datasets _host.distribute _host.iterators _host.keras
-        strategies.adopted strategies.agreement strategies.base strategies.exchanging
-        strategies.inner strategies.witness transports.hybrid""",
+    "jobs/test_downpour": """exchanges.local_gradients exchanges.rates
+        exchanges.served servers.clocks servers.pulse servers.succession
+        strategies.embeddings strategies.following strategies.on_servers
+        strategies.served_fits strategies.served_inner strategies.served_share
+        strategies.served_training""",
+    "jobs/test_features": """_host.datasets _host.distribute _host.iterators
+        _host.keras strategies.adopted strategies.agreement strategies.base
+        strategies.exchanging strategies.inner strategies.witness transports.hybrid""",
     "jobs/test_horovod_front_ends": """horovod.compressor horovod.core
         horovod.normalization horovod.optimizer horovod.tape""",
     "jobs/test_other_device": "_host.tensorflow",
@@ -17,7 +18,7 @@ TESTED_IN: dict[str, str] = {
     "jobs/test_split_training": "layers.away layers.dense layers.movement",
     "jobs/test_stops": "strategies.snapshot strategies.stopping",
     "jobs/test_verify": "verify.command verify.quiet verify.recording",
-    "lab/test_advise": "lab.measure lab.rates lab.splitting layers.ways",
+    "lab/test_advise": "lab.costs lab.measure lab.rates lab.splitting layers.ways",
     "lab/test_launch": "launcher.call launcher.function launcher.workers",
     "lab/test_placement": "lab.kernels",
     "lab/test_run": "launcher.hosts",
@@ -31,8 +32,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_averaging_strategy": "strategies.averaging_inner",
     "unit/test_backups": "strategies.calls",
     "unit/test_check": "check.command check.facts check.links check.meeting",
-    "unit/test_data": """exchanges.parts strategies.distribution strategies.first_builds
-        strategies.slicing""",
+    "unit/test_data": """exchanges.parts strategies.distribution
+        strategies.first_builds strategies.slicing""",
     "unit/test_dgc": "exchanges.applied exchanges.figures exchanges.residual",
     "unit/test_horovod_names": "horovod.options",
     "unit/test_losses": """strategies.cuts strategies.formulas strategies.readings
@@ -57,8 +58,8 @@ TESTED_IN: dict[str, str] = {
         strategies.rows strategies.step_hooks strategies.step_warnings
         strategies.weights""",
     "unit/test_split": "strategies.positions strategies.rowwise",
-    "unit/test_split_layers": """bands exchanges.split_files layers.draws layers.logits
-        layers.refusals layers.trials""",
+    "unit/test_split_layers": """bands exchanges.split_files layers.draws
+        layers.logits layers.refusals layers.trials""",
     "unit/test_split_models": "layers.models",
     "unit/test_stamps": "compression.halves servers.shared",
     "unit/test_strategy": """step strategies.made_variables strategies.one_device

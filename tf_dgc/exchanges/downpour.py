@@ -29,18 +29,20 @@ from tf_dgc import _host, values
 from tf_dgc._host.shared import Table
 from tf_dgc.compression import dgc
 from tf_dgc.config import DownpourConfig
-from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update, momentum_in
+from tf_dgc.exchanges.base import Place, TakenOver, Update, momentum_in
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.pushed import Pushed
 from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.selecting import Chosen
+from tf_dgc.exchanges.served import Served
 from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers import members
 from tf_dgc.servers.clocks import Clocks
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers, Twins
+from tf_dgc.servers.turns import Turns
 
 
 class ServerStats(NamedTuple):
@@ -166,7 +168,7 @@ class Totals:
         return ServerStats(pushes, pulls, self._stale.read_value(), *counts)
 
 
-class Downpour(Exchange):
+class Downpour(Served):
     """One worker's gradients and parameters, of one optimizer's variables.
 
     Attributes:
@@ -176,8 +178,6 @@ class Downpour(Exchange):
         clocks: how far workers are; None without a bound of staleness.
         together: where gradients meet; None where workers do not wait for each other.
     """
-
-    lockstep = False
 
     def __init__(
         self,
@@ -344,6 +344,11 @@ class Downpour(Exchange):
 
     def _is_due(self, period: int, ahead: int) -> tf.Tensor:
         return (self._taken.read_value() + ahead) % period == 0
+
+    @property
+    def turns(self) -> Turns | None:
+        """Turns of steps that all workers take together; None of others."""
+        return None if self.together is None else self.together.turns
 
     @property
     def pushes_now(self) -> tf.Tensor:

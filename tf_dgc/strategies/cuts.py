@@ -113,7 +113,7 @@ class Cuts:
         key = COUNT, id(source)
         if key not in self._cuts:
             number = tf.shape(source)[axis]
-            self._cuts[key] = Cut(key, source, number(number), 1.0)
+            self._cuts[key] = Cut(key, source, widened(number), 1.0)
         return self._cuts[key]
 
     def _sum_of(self, tensor: Any) -> Cut:
@@ -130,12 +130,12 @@ class Cuts:
             self._cuts[key] = Cut(key, tensor, None, inverse, True)
             return self._cuts[key]
         for scale, divides in known.scales:
-            scale = number(scale)
+            scale = widened(scale)
             if divides:
                 inverse *= scale
             else:
                 inverse = tf.math.divide_no_nan(inverse, scale)
-        found = number(tensor)
+        found = widened(tensor)
         found = tf.reduce_sum(found) if known.kind == ROWS else found
         if known.extent == readings.SPLITS:  # one more than rows, of all workers, too
             found = found - 1.0 + 1.0 / self._size
@@ -202,7 +202,7 @@ class Cuts:
         return [t for i, t in enumerate(operation.inputs) if i not in places]
 
 
-def number(tensor: tf.Tensor) -> tf.Tensor:
+def widened(tensor: tf.Tensor) -> tf.Tensor:
     """Return a tensor as float32, or float64 where it is that."""
     wide = tf.float64 if tensor.dtype == tf.float64 else tf.float32
     return tf.cast(tensor, wide)

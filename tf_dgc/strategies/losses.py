@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import readings
-from tf_dgc.strategies.cuts import Cut, Cuts, number
+from tf_dgc.strategies.cuts import Cut, Cuts, widened
 from tf_dgc.strategies.formulas import Formula
 from tf_dgc.strategies.readings import (
     CONSTANT,
@@ -255,7 +255,7 @@ class Losses:
             ]
             made[id(tensor)] = _host.operations.again(operation, inputs)
         found = made[id(cut.tensor)]
-        wide = number(found)
+        wide = widened(found)
         if self.reading.of(cut.tensor).kind == ROWS:
             wide = tf.reduce_sum(wide)
         return tf.math.multiply_no_nan(wide, tf.cast(cut.inverse, wide.dtype))

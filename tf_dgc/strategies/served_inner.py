@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 
 from tf_dgc.exchanges.downpour import Downpouring
+from tf_dgc.exchanges.served import served
 from tf_dgc.servers.tables import Tables
+from tf_dgc.servers.turns import Turns
 from tf_dgc.strategies import embeddings
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.following import Following
@@ -113,8 +115,7 @@ class ServedInner(Inner):
             self._fetch(always=True)
 
     def _fetch(self, always: bool) -> None:
-        exchanges: list[Any] = self.core.ledger.exchanges()
-        for exchange in exchanges:
+        for exchange in served(self.core.ledger.exchanges()):
             exchange.settle(always)
 
     def barrier(self) -> None:
@@ -130,18 +131,16 @@ class ServedInner(Inner):
 
     def _leave_clocks(self) -> None:
         """Hold nobody back who still trains."""
-        exchanges: list[Any] = self.core.ledger.exchanges()
-        for exchange in exchanges:
+        for exchange in served(self.core.ledger.exchanges()):
             if exchange.clocks is not None:
                 exchange.clocks.leave()
         for turns in self._turns():
             turns.attendance.leave()
 
-    def _turns(self) -> list[Any]:
-        exchanges: list[Any] = self.core.ledger.exchanges()
-        found = [exchange.together for exchange in exchanges]
+    def _turns(self) -> list[Turns]:
+        turns = [exchange.turns for exchange in served(self.core.ledger.exchanges())]
         of_sums = [] if self._sums is None else self._sums.turns
-        return [*of_sums, *[each.turns for each in found if each is not None]]
+        return [*of_sums, *[each for each in turns if each is not None]]
 
     # Runs.
 

@@ -1,7 +1,7 @@
 """Steps of a worker whose parameters are on servers: moved there, pushed, fetched."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_dgc import _host, optimizers
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.downpour import Downpouring
+from tf_dgc.exchanges.served import Served
 from tf_dgc.strategies import embeddings, on_servers
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.exchanging import Exchanging
@@ -46,7 +47,7 @@ class ServedTraining(Exchanging):
         super().__init__(core)
         self._make, self._fits = make, fits
         self._before_step: list[Callable[[], None]] = []
-        self._current: Any = None  # the exchange of the step that runs
+        self._current: Served | None = None  # the exchange of the step that runs
 
     def prepare(
         self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
@@ -55,7 +56,7 @@ class ServedTraining(Exchanging):
         used = [(g, v) for g, v in pairs if g is not None]
         variables = [v.value if isinstance(v, keras.Variable) else v for _, v in used]
         if self._core.ledger.knows(optimizer, variables):
-            self._current = self._core.ledger.of(optimizer, variables)
+            self._current = self._exchange_of(optimizer, variables)
             return
         for variable in variables:
             self._core.extended.refuse_foreign(variable)
@@ -75,7 +76,7 @@ class ServedTraining(Exchanging):
                 embeddings.check_callbacks(self._fits.callbacks, model, limit)
             args = self._make.config, self._core.extended, self._make.twins
             self._make.expect(on_servers.moved(optimizer, variables, *args))
-            self._current = self._core.ledger.of(optimizer, variables, momentum)
+            self._current = self._exchange_of(optimizer, variables, momentum)
             self._make.members.succession.trains(self._fits.running > 0)
             if optimizer.use_ema:
                 extended = self._core.extended
@@ -89,8 +90,12 @@ class ServedTraining(Exchanging):
         if self._make.config.push_period == 1:
             do()
             return
-        exchange: Any = self._current
-        tf.cond(exchange.pushes_now, do, lambda: None)
+        if self._current is not None:
+            tf.cond(self._current.pushes_now, do, lambda: None)
+
+    def _exchange_of(self, optimizer: Any, variables: list[Any], *args: Any) -> Served:
+        """Return the exchange of variables; see `Ledger.of`."""
+        return cast(Served, self._core.ledger.of(optimizer, variables, *args))
 
     def exchange_and_update(
         self,
@@ -101,7 +106,7 @@ class ServedTraining(Exchanging):
     ) -> None:
         """Push the gradients, and fetch the parameters."""
         used = [(g, v) for g, v in pairs if g is not None]
-        exchange: Any = self._core.ledger.of(optimizer, [v for _, v in used])
+        exchange = self._exchange_of(optimizer, [v for _, v in used])
         before, self._before_step = self._before_step, []
 
         def push(pairs: list[Any], rate: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc.strategies.cuts import Cut, number
+from tf_dgc.strategies.cuts import Cut, widened
 from tf_dgc.strategies.readings import LARGEST
 
 
@@ -56,7 +56,7 @@ class CutTotals:
                     self._best(cut, mine, total, found[-1]) if cut.best else total
                 )
         return [
-            number(cut.tensor)
+            widened(cut.tensor)
             if mine is None
             else _crossed(mine, self._totals[cut.key])
             if cut.nested
