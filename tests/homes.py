@@ -53,7 +53,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_scopes": "strategies.fits",
     "unit/test_screen": "launcher.terminals launcher.transcript launcher.warned",
     "unit/test_script": "_host.startup launcher.settings",
-    "unit/test_servers": "servers.members servers.shards strategies.served",
+    "unit/test_servers": """servers.chief_records servers.members servers.shards
+        strategies.served""",
     "unit/test_share": """strategies.backward strategies.logs strategies.means
         strategies.rows strategies.step_hooks strategies.step_warnings
         strategies.weights""",

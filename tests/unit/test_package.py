@@ -328,7 +328,6 @@ LARGE = {
     "OwnerSum": 290,
     "Ledger": 270,
     "SplitDense": 270,
-    "Members": 250,
     "CollectiveTransport": 250,
     "Compressed": 230,
     "Transport": 230,

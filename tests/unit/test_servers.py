@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tf_dgc
-from tf_dgc.servers import members, shards
+from tf_dgc.servers import chief_records, shards
 from tf_dgc.servers.cluster import Cluster, connect, resolve
 from tf_dgc.servers.shards import Shard
 from tf_dgc.strategies.served import own_share
@@ -75,11 +75,11 @@ class ShareTest(tf.test.TestCase):
 
 class CompareTest(tf.test.TestCase):
     def test_fields_that_differ_are_named(self) -> None:
-        members.compare("settings", {"a": [1]}, {"a": (1,)}, 2)  # as JSON has it
+        chief_records.compare("settings", {"a": [1]}, {"a": (1,)}, 2)  # as JSON has it
         with self.assertRaisesRegex(
             ValueError, "All workers must have the same settings.*`b` differs: 1 on "
         ) as caught:
-            members.compare("settings", {"a": 1, "b": 1}, {"a": 1, "b": np.pi}, 2)
+            chief_records.compare("settings", {"a": 1, "b": 1}, {"a": 1, "b": np.pi}, 2)
         self.assertNotIn("`a`", str(caught.exception))
 
 

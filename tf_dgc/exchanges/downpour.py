@@ -38,7 +38,7 @@ from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.selecting import Chosen
 from tf_dgc.exchanges.served import Served
 from tf_dgc.exchanges.together import Pieces, Together
-from tf_dgc.servers import members
+from tf_dgc.servers import chief_records
 from tf_dgc.servers.clocks import Clocks
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers, Twins
@@ -306,9 +306,9 @@ class Downpour(Served):
         variable = servers.variable(f"{name}.record", tf.string)
         there = self._members.share("variables", variable, record, begin)
         index = self._members.index
-        members.compare("optimizers", there.pop("settings"), settings, index)
+        chief_records.compare("optimizers", there.pop("settings"), settings, index)
         del record["settings"]
-        members.compare("trained variables", there, record, index)
+        chief_records.compare("trained variables", there, record, index)
         self.rate.join()
         succession = self._members.succession
         for kept, shared in moved:

@@ -5,7 +5,6 @@ must know stands on server 0, in variables; times are by the clock of that serve
 """
 
 import atexit
-import json
 import logging
 import os
 import secrets
@@ -20,11 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc._host.shared import SharedVariable
+from tf_dgc.servers.chief_records import ChiefRecords, compare
 from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.pulse import Pulse
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.succession import Succession
-from tf_dgc.transports import ending, handshake
+from tf_dgc.transports import ending
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -74,6 +74,7 @@ class Members:
         self._servers, self.index, self.workers = servers, index, workers
         self.liveness, self._timeout = liveness, timeout
         self._id = secrets.randbelow(2**62) + 1
+        self._records = ChiefRecords(self.is_chief, timeout)
         make = servers.variable
         self._record = make("record", tf.string)
         self._ids = make("ids", tf.int64, [workers])
@@ -86,7 +87,7 @@ class Members:
         self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
         text = {"record": dict(record), "told": dict(told)}
         found = self.share("record", self._record, text, self._begin)
-        self._refuse_ended()
+        _refuse_ended(self._states.read_value().numpy(), servers)
         self.told = found["told"]
         compare("versions and settings", found["record"], dict(record), index)
         self._claim()
@@ -120,28 +121,8 @@ class Members:
         record: Mapping[str, Any],
         begin: Callable[[], None],
     ) -> dict[str, Any]:
-        """Let the chief write a record, after other values; others wait for it.
-
-        A chief that is started again finds what is there, and leaves it.
-
-        Args:
-            subject: of the error.
-            variable: of the record.
-            record: what JSON can hold.
-            begin: gives first values to what belongs to it.
-
-        Returns:
-            The record that is there.
-
-        Raises:
-            TimeoutError: the chief has not written it.
-        """
-        if self.is_chief and not variable.initialized:
-            begin()
-            variable.assign(json.dumps(record))
-        self.wait_for(lambda: variable.initialized, subject)
-        text = variable.read_value().numpy()
-        return handshake.read_object(text, f"What the chief tells of its {subject}")
+        """Let the chief write a record; see `ChiefRecords.share`."""
+        return self._records.share(subject, variable, record, begin)
 
     def wait_for(self, there: Callable[[], bool], subject: str) -> None:
         """Wait until something is there that the chief makes.
@@ -149,15 +130,7 @@ class Members:
         Raises:
             TimeoutError: it is not within the timeout.
         """
-        deadline = time.monotonic() + self._timeout
-        while not there():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"Worker 0, the chief, has not begun within {self._timeout:g} s: "
-                    f"its {subject} is not on the servers. Start it, or look why it "
-                    "failed; TF_DGC_TIMEOUT sets the time."
-                )
-            time.sleep(_POLL_SECONDS)
+        self._records.wait_for(there, subject)
 
     # Places.
 
@@ -177,17 +150,6 @@ class Members:
         found: np.ndarray = self._states.read_value().numpy() == NEVER
         return found
 
-    def _refuse_ended(self) -> None:
-        if os.environ.get("TF_DGC_ATTEMPT", "0") != "0":
-            return  # the launcher starts this worker again: the job has not ended
-        states = self._states.read_value().numpy()
-        if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
-            raise ValueError(
-                "The servers must be new: they hold what a job left that has ended. "
-                f"Received: servers {self._servers.addresses}. Start them anew with "
-                "the job."
-            )
-
     def _claim(self) -> None:
         """Take this worker's place, unless somebody lives there.
 
@@ -201,7 +163,7 @@ class Members:
             seen = self._seen.read_value().numpy()[k]
             since = seen if since is None else since
             if seen != since:
-                raise ValueError(self._taken())
+                raise _taken(self._names[k], k)
             if self.now() - seen > self.liveness:
                 break
             time.sleep(_POLL_SECONDS * 4)
@@ -212,15 +174,7 @@ class Members:
         self.beat_once()
         time.sleep(_CLAIM_SECONDS)
         if not self.beat():
-            raise ValueError(self._taken())
-
-    def _taken(self) -> str:
-        name = self._names[self.index].read_value().numpy().decode(errors="replace")
-        return (
-            "Each worker needs an index of its own, and each job servers of its own. "
-            f"Received: index={self.index}, at which a worker lives already: "
-            f"{ascii(name)[1:-1]}"
-        )
+            raise _taken(self._names[k], k)
 
     # What the chief tells.
 
@@ -274,14 +228,19 @@ class Members:
             self.put(self._states, FAILED if failed else LEFT)
             self._states.read_value().numpy()
 
+        _end_with(tell if answers else None)
+
+
+def _end_with(tell: Callable[[], None] | None) -> None:
+    """Tell the servers something at the end, or end without them if they are silent."""
+    if tell is not None:
         thread = threading.Thread(target=_ignoring(tell), daemon=True)
-        if answers:
-            thread.start()
-            thread.join(_LEAVE_SECONDS)
-        if not answers or thread.is_alive():
-            _logger.warning("The servers do not answer; this process ends without them")
-            sys.stderr.flush()
-            os._exit(1)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+    if tell is None or thread.is_alive():
+        _logger.warning("The servers do not answer; this process ends without them")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _ignoring(function: Callable[[], None]) -> Callable[[], None]:
@@ -294,19 +253,21 @@ def _ignoring(function: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def compare(
-    subject: str, chief: Mapping[str, Any], own: Mapping[str, Any], index: int
-) -> None:
-    """Raise ValueError where a worker's record is not the chief's; names the fields."""
-    own = json.loads(json.dumps(own))
-    differ = sorted(f for f in {*chief, *own} if chief.get(f) != own.get(f))
-    if differ:
-        lines = [
-            f"`{ascii(field)[1:-1]}` differs: {chief.get(field)!r} on rank 0; "
-            f"{own.get(field)!r} on rank {index}."
-            for field in differ
-        ]
+def _refuse_ended(states: np.ndarray, servers: Servers) -> None:
+    """Raise ValueError where the servers are those of a job that has ended."""
+    if os.environ.get("TF_DGC_ATTEMPT", "0") != "0":
+        return  # the launcher starts this worker again: the job has not ended
+    if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
         raise ValueError(
-            f"All workers must have the same {subject}. Received: "
-            + " ".join(lines[:10])
+            "The servers must be new: they hold what a job left that has ended. "
+            f"Received: servers {servers.addresses}. Start them anew with the job."
         )
+
+
+def _taken(named: SharedVariable, index: int) -> ValueError:
+    """Return what is raised where a worker lives at the place of another."""
+    name = named.read_value().numpy().decode(errors="replace")
+    return ValueError(
+        "Each worker needs an index of its own, and each job servers of its own. "
+        f"Received: index={index}, at which a worker lives already: {ascii(name)[1:-1]}"
+    )

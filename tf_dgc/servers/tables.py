@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc._host.shared import Cursor, Piece, Table
-from tf_dgc.servers.members import Members, compare
+from tf_dgc.servers.chief_records import compare
+from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import CONTAINER, Servers
 
 # So many elements are drawn at once, from a seed of their own, so that first values do

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.exchanges.together import Pieces, Together
-from tf_dgc.servers import members
+from tf_dgc.servers import chief_records
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import Turns
@@ -106,7 +106,7 @@ class _Sum:
         record = {"elements": key[1]}
         variable = servers.variable(f"{name}.record", tf.string)
         there = of_job.share("loss", variable, record, begin)
-        members.compare("losses", there, record, of_job.index)
+        chief_records.compare("losses", there, record, of_job.index)
         self.together.turns.join()
 
     def over_workers(self, own: tf.Tensor) -> tf.Tensor:
