@@ -15,7 +15,8 @@ TESTED_IN: dict[str, str] = {
     "jobs/test_other_device": "_host.tensorflow",
     "jobs/test_server_faults": "servers.progress strategies.kept",
     "jobs/test_serving": "servers.cluster",
-    "jobs/test_split_training": "layers.away layers.dense layers.movement",
+    "jobs/test_split_training": """layers.away layers.dense layers.movement
+        layers.products""",
     "jobs/test_stops": "strategies.snapshot strategies.stopping",
     "jobs/test_verify": "verify.command verify.quiet verify.recording",
     "lab/test_advise": "lab.costs lab.measure lab.rates lab.splitting layers.ways",

@@ -327,7 +327,6 @@ LARGE = {
     "BackupState": 360,
     "OwnerSum": 290,
     "Ledger": 270,
-    "SplitDense": 270,
     "CollectiveTransport": 250,
     "Compressed": 230,
     "Transport": 230,

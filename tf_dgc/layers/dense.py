@@ -28,9 +28,10 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands
 from tf_dgc.bands import Band
-from tf_dgc.layers import draws, logits, refusals, ways
-from tf_dgc.layers.away import Away, Where
-from tf_dgc.layers.movement import Movement, product
+from tf_dgc.layers import draws, refusals, ways
+from tf_dgc.layers.away import Away
+from tf_dgc.layers.movement import Movement
+from tf_dgc.layers.products import Products
 from tf_dgc.transports import Transport
 
 _numbers: weakref.WeakKeyDictionary[Transport, Any] = weakref.WeakKeyDictionary()
@@ -106,6 +107,7 @@ class SplitDense(keras.layers.Dense):
         number = next(_numbers.setdefault(over, itertools.count()))
         self._strategy, self._band = strategy, own
         self._movement = Movement(over, f"split{number}")
+        self._products = Products(self, strategy, own, self._movement)
         with tf.init_scope(), strategy.scope():  # now, even if a function is traced
             if over.size > 1:
                 refusals.refuse(self, strategy)
@@ -149,86 +151,8 @@ class SplitDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         refusals.refuse_inputs(self, inputs)
         if self.by == "rows":
-            return self._by_rows(inputs)
-        return self._by_columns(tf.convert_to_tensor(inputs))
-
-    def _by_rows(self, inputs: Any) -> tf.Tensor:
-        own: Any = self._band
-        if isinstance(inputs, Away) and inputs.place.own.width == own.width:
-            parts = tf.cast(inputs.parts, self.compute_dtype)
-            _, _, rows, form = inputs.place
-        else:
-            x = tf.cast(tf.convert_to_tensor(inputs), self.compute_dtype)
-            flat, rows, form = self._padded(x)
-            beyond = own.workers * own.width - own.length
-            flat = tf.pad(flat, [[0, 0], [0, beyond]])
-            flat = tf.reshape(flat, [-1, own.workers, own.width])
-            parts = self._movement.exchanged(tf.transpose(flat, [1, 0, 2]), "x")
-        sums = self._movement.scattered(self._product(parts), "y")[:rows]
-        return self._finished(sums, form, inputs.shape[:-1], self._bias())
-
-    def _by_columns(self, inputs: tf.Tensor) -> Any:
-        own: Any = self._band
-        x = tf.cast(inputs, self.compute_dtype)
-        flat, rows, form = self._padded(x)
-        parts = self._product(self._movement.gathered(flat, "x"))
-        bias = self._bias()
-
-        def home() -> tf.Tensor:
-            found = tf.transpose(self._movement.exchanged(parts, "y"), [1, 0, 2])
-            found = tf.reshape(found, [-1, own.workers * own.width])
-            own_rows = found[:rows, : self.units]
-            return self._finished(own_rows, form, x.shape[:-1], bias)
-
-        model = self._share.model
-        ends = logits.is_last(self, model)
-        if not ends and not ways.feeds_rows(self, model):
-            return home()
-        place = Where(self._movement, own, rows, form)
-        away = parts
-        if bias is not None:
-            shared = self._movement.shared(tf.cast(bias, parts.dtype), own.width)
-            away += shared[:, tf.newaxis]
-        shape = x.shape[:-1].concatenate(self.units)
-        if not ends:
-            away = away if self.activation is None else self.activation(away)
-            # Where there are no units, none of an activation, either.
-            beyond = [[0, 0], [0, 0], [0, own.width - own.used]]
-            away = tf.pad(away[:, :, : own.used], beyond)
-            return Away(away, place, shape, home)
-        found = logits.Logits(away, place, shape, home)
-        found.probabilities = self.activation is keras.activations.softmax
-        return found
-
-    def _padded(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the rows of [..., I] as [M, I], how many there are, and their form."""
-        flat = tf.reshape(x, [-1, x.shape[-1]])
-        rows = tf.shape(flat, tf.int64)[0]
-        flat = tf.pad(flat, [[0, self._movement.most(rows) - rows], [0, 0]])
-        return flat, rows, tf.shape(x)[:-1]
-
-    def _product(self, parts: tf.Tensor) -> tf.Tensor:
-        kernel = tf.cast(self._kernel.value, parts.dtype)
-        return product(parts, kernel, self._share.weights.factors)
-
-    def _bias(self) -> tf.Tensor | None:
-        # Metrics read the outputs when the step has changed the bias.
-        return None if self.bias is None else tf.identity(self.bias.value)
-
-    def _finished(
-        self, flat: tf.Tensor, form: tf.Tensor, shape: Any, bias: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Return outputs, [..., U], of sums of this worker's rows, [m, U]."""
-        y = tf.reshape(flat, tf.concat([form, [self.units]], 0))
-        y = tf.ensure_shape(y, [*shape, self.units])
-        if self._share is not None:
-            self._share.step.note_rows(y)
-        y = y if bias is None else keras.ops.add(y, bias)
-        return y if self.activation is None else self.activation(y)
-
-    @property
-    def _share(self) -> Any:
-        return self._strategy.inner.share
+            return self._products.by_rows(inputs)
+        return self._products.by_columns(tf.convert_to_tensor(inputs))
 
     def _regularization(self, kernel: Any) -> tf.Tensor:
         """Return the loss of the whole kernel, with the gradient of the own part."""
