@@ -67,6 +67,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_strategy": """step strategies.made_variables strategies.one_device
         strategies.reductions transports.collective transports.horovod""",
     "unit/test_tables": "_host.shared _host.stores",
+    "unit/test_timeline": "strategies.marks",
     "unit/test_turns": "exchanges.together servers.attendance servers.meetings",
     "unit/test_watchdog": "transports.turnstile",
     "unit/test_without_rows": "_host.flow",
