@@ -173,9 +173,11 @@ class DownpourStrategy(BaseStrategy):
         """Return what this worker did with the servers since it began."""
         return self._make.totals.stats()
 
-    # Training.
-
     # Meeting.
+
+    def fetch(self) -> None:
+        """Fetch in any case what the servers have."""
+        self.inner.fetch()
 
     def barrier(self) -> None:
         """Wait until all workers have come here; then fetch.
