@@ -19,18 +19,21 @@ TESTED_IN: dict[str, str] = {
         layers.products""",
     "jobs/test_stops": "strategies.snapshot strategies.stopping",
     "jobs/test_verify": "verify.command verify.quiet verify.recording",
-    "lab/test_advise": "lab.costs lab.measure lab.rates lab.splitting layers.ways",
+    "lab/test_advise": "lab.measure lab.rates lab.splitting layers.ways",
     "lab/test_launch": "launcher.call launcher.function launcher.workers",
     "lab/test_placement": "lab.kernels",
-    "lab/test_run": "launcher.hosts",
     "lab/test_run_faults": "launcher.agent launcher.leftovers",
+    "lab/test_run_trials": "launcher.apart",
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
         exchanges.dense""",
+    "laws/test_flights": "exchanges.channel",
     "laws/test_owners": "compression.regions exchanges.owner_sum transports.sums",
     "laws/test_ratios": "exchanges.formats",
     "laws/test_simulate": "strategies.one_by_one",
     "laws/test_transports": "transports.base transports.grid transports.local",
-    "unit/test_averaging_strategy": "strategies.averaging_inner",
+    "unit/test_averaging_strategy": "strategies.averaging_inner strategies.outer",
+    "unit/test_auto": """prediction.calibration prediction.choices prediction.costs
+        strategies.auto_inner""",
     "unit/test_backups": "strategies.calls",
     "unit/test_check": "check.command check.facts check.links check.meeting",
     "unit/test_data": """exchanges.parts strategies.distribution
@@ -44,7 +47,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_own_steps": """strategies.conditions strategies.context
         strategies.current strategies.early strategies.uses""",
     "unit/test_package": "_host.probe version",
-    "unit/test_parameter_averaging": "exchanges.averaged exchanges.modes",
+    "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
+        exchanges.modes exchanges.progress exchanges.rounds""",
     "unit/test_patches": "_host.applying",
     "unit/test_pushed": "exchanges.selecting",
     "unit/test_records": "strategies.core strategies.states",
@@ -54,6 +58,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_scopes": "strategies.fits",
     "unit/test_screen": "launcher.terminals launcher.transcript launcher.warned",
     "unit/test_script": "_host.startup launcher.settings",
+    "unit/test_oracles": """imported search.chief search.groups search.studies
+        search.tuners""",
     "unit/test_servers": """servers.chief_records servers.members servers.shards
         strategies.served""",
     "unit/test_share": """strategies.backward strategies.logs strategies.means

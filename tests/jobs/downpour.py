@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tf_dgc
 from tf_dgc.compression import arena
-from tf_dgc.exchanges.ledger import Choice
+from tf_dgc.exchanges.ledger import Subset
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import serving
@@ -309,7 +309,7 @@ def compressed() -> dict[str, Any]:
             differ.append(max(np.abs(a - b).max() for a, b in pairs))
         model = trained()
         model.fit(x, y, batch_size=10, verbose=0)  # not everything any more
-    (exchange,) = strategy._ledger.exchanges(Choice([model.optimizer], []))
+    (exchange,) = strategy._ledger.exchanges(Subset([model.optimizer], []))
     pushed = exchange._pushed
     kept = arena.unflatten(pushed.layout, pushed.residual.v)
     before = {i: model.trainable_variables[i].numpy() for i in pushed._large}

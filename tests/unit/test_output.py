@@ -9,7 +9,7 @@ import unittest
 
 from tf_dgc.launcher import output
 from tf_dgc.launcher.apart import Pauses
-from tf_dgc.launcher.job import Early
+from tf_dgc.launcher.job import EndedEarly
 
 
 def cut(chunks: list[bytes]) -> list[bytes]:
@@ -109,7 +109,7 @@ class StreamTest(unittest.TestCase):
 
 class EarlyTest(unittest.TestCase):
     def test_who_has_ended_well_long_before_others_is_named_once(self) -> None:
-        early, ended = Early(), [None, 0, None]
+        early, ended = EndedEarly(), [None, 0, None]
         self.assertEqual(early.notice([None, None, None], 0.0), "")
         self.assertEqual(early.notice(ended, 100.0), "")
         self.assertEqual(early.notice(ended, 109.0), "")
@@ -120,7 +120,7 @@ class EarlyTest(unittest.TestCase):
         self.assertEqual(early.notice([None, 0, 0], 130.0), "")
 
     def test_nothing_is_said_where_all_end_together(self) -> None:
-        early = Early()
+        early = EndedEarly()
         self.assertEqual(early.notice([0, None], 0.0), "")
         self.assertEqual(early.notice([0, 0], 20.0), "")
 

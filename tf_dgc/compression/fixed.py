@@ -56,22 +56,22 @@ def first_above(running: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
     return found
 
 
-class Tables(NamedTuple):
+class PlanTables(NamedTuple):
     """Tables of a plan, in tensors: XLA would compute with constants itself."""
 
     owner: tf.Tensor  # the tensor of each block, shape [B], float32
     rows: tf.Tensor  # of a sample, see `_sampled`: shape [S, 5], int64
 
 
-def tables(layout: Layout, plan: Plan) -> Tables:
+def tables(layout: Layout, plan: Plan) -> PlanTables:
     """Return the tables of a plan that is known beforehand."""
     blocks = [-(-segment.size // BLOCK) for segment in layout.segments]
     owner = np.repeat(np.arange(len(blocks), dtype=np.float32), blocks)
-    return Tables(tf.constant(owner), tf.constant(_sampled(layout, plan)[0]))
+    return PlanTables(tf.constant(owner), tf.constant(_sampled(layout, plan)[0]))
 
 
 def thresholds(
-    arena: tf.Tensor, layout: Layout, plan: Plan, known: Tables, step: tf.Tensor
+    arena: tf.Tensor, layout: Layout, plan: Plan, known: PlanTables, step: tf.Tensor
 ) -> tf.Tensor:
     """Return what `selection.thresholds` returns, to the bit.
 
@@ -177,7 +177,7 @@ def select(
     layout: Layout,
     threshold: tf.Tensor,
     slots: Sequence[int],
-    known: Tables,
+    known: PlanTables,
     step: tf.Tensor,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Select the elements that reach their own tensor's threshold.
@@ -320,7 +320,7 @@ def send(
     residual: tf.Tensor,
     layout: Layout,
     plan: Plan,
-    known: Tables,
+    known: PlanTables,
     form: message.Format,
     value_type: str,
     step: tf.Tensor,

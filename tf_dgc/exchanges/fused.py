@@ -300,7 +300,7 @@ def _sent(
     momentum: dgc.Momentum | None,
     scale: tf.Tensor,
     rate: tf.Tensor | None,
-    known: fixed.Tables,
+    known: fixed.PlanTables,
     step: tf.Tensor,
     *,
     layout: Layout,

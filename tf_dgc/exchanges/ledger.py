@@ -42,8 +42,8 @@ class Make(Protocol):
         """Return a new exchange, its state all zero."""
 
 
-class Choice(NamedTuple):
-    """Of which exchanges: of these owners, or of variables that are all among these."""
+class Subset(NamedTuple):
+    """Exchanges of these owners, or of variables that are all among these."""
 
     owners: Sequence[Any]
     variables: Sequence[Any]
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
         known = {id(variable) for variable in self.variables}
         return _has(self.owners, owner) or known.issuperset(map(id, variables))
 
-    def meets(self, other: "Choice") -> bool:
+    def meets(self, other: "Subset") -> bool:
         """Tell whether an exchange may be of both."""
         own, others = (
             {id(each) for part in choice for each in part} for choice in (self, other)
@@ -65,7 +65,7 @@ class Waiting(NamedTuple):
     """States that were restored for exchanges to come, in their order."""
 
     records: list[Record]
-    choice: Choice | None  # None is all
+    choice: Subset | None  # None is all
 
 
 class Ledger:
@@ -161,7 +161,7 @@ class Ledger:
         Raises:
             tf.errors.InvalidArgumentError: weights have drifted apart, see `replicas`.
         """
-        for exchange in self.exchanges(Choice(owners, ())):
+        for exchange in self.exchanges(Subset(owners, ())):
             if exchange.lockstep:
                 exchange.replicas.compare(exchange.variables, 0, now=True)
 
@@ -219,14 +219,14 @@ class Ledger:
                 break
         return exchange
 
-    def exchanges(self, choice: Choice | None = None) -> list[Exchange]:
+    def exchanges(self, choice: Subset | None = None) -> list[Exchange]:
         """Return those of living owners, or of a choice, in the order of opening."""
         found = [each for own in self._exchanges.values() for each in own.values()]
         if choice is not None:
             found = [e for e in found if choice.has(e.owner(), e.variables)]
         return sorted(found, key=lambda exchange: exchange.number)
 
-    def left(self, choice: Choice | None = None) -> list[Exchange]:
+    def left(self, choice: Subset | None = None) -> list[Exchange]:
         """Return `exchanges`, less those whose owners are garbage, on all alike."""
         gc.collect()
         return self.exchanges(choice)
@@ -253,7 +253,7 @@ class Ledger:
         self, owners: Sequence[Any] | None = None, variables: Sequence[Any] = ()
     ) -> list[Record]:
         """Return this worker's state, eagerly; arguments as in `save`."""
-        choice = None if owners is None else Choice(owners, variables)
+        choice = None if owners is None else Subset(owners, variables)
         found = [
             Record(
                 exchange.forms,
@@ -296,7 +296,7 @@ class Ledger:
             ValueError: the state is not of these variables; nothing was changed.
         """
         found = records.load(self.transport.everybody, path)
-        choice = None if owners is None else Choice(owners, variables)
+        choice = None if owners is None else Subset(owners, variables)
         exchanges = self.left(choice)
         if len(found) < len(exchanges):
             raise ValueError(
@@ -361,7 +361,7 @@ def _key(variables: Sequence[Any]) -> tuple[int, ...]:
     return tuple(id(variable) for variable in variables)
 
 
-def _meet(one: Choice | None, other: Choice | None) -> bool:
+def _meet(one: Subset | None, other: Subset | None) -> bool:
     return one is None or other is None or one.meets(other)
 
 

@@ -21,7 +21,7 @@ CANNOT_START = 127  # as of a shell
 _ALONE_SECONDS = 10.0
 
 
-class Early:
+class EndedEarly:
     """Workers that have ended well, while others run: told once."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Job:
             obstacle = obstacle_of("tasks", error)
             self._say(str(obstacle))
             return CANNOT_START, isinstance(obstacle, NotThere)
-        self._early = Early()
+        self._early = EndedEarly()
         self._apart: Apart | None = None
         if self._tasks.others:
             self._apart = Apart(

@@ -38,7 +38,7 @@ from tf_dgc.transports import grid
 HEADER_BYTES = 8 * len(averaging.Header._fields)  # of a round of averaging
 
 
-class Split(Protocol):
+class SplitLayers(Protocol):
     """Dense layers that are worth splitting."""
 
     @property
@@ -60,7 +60,7 @@ class Tensors(NamedTuple):
     gradient_bytes: int  # all gradients
     rest_bytes: int  # those that DGC leaves dense
     statistic_bytes: int  # averaged beside the parameters
-    split: Split | None = None  # of dense layers
+    split: SplitLayers | None = None  # of dense layers
 
 
 class Measured(NamedTuple):

@@ -12,12 +12,11 @@ import tensorflow as tf
 from tf_dgc import _host, optimizers
 from tf_dgc.config import ADAPTIVE, AUTO, VISITS, AveragingConfig
 from tf_dgc.exchanges import Averaging, Companions, Expected
-from tf_dgc.exchanges.anchors import Outer
 from tf_dgc.exchanges.averaged import settle
-from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.exchanges.modes import Combining
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.inner import Inner
+from tf_dgc.strategies.outer import OuterOptimizers
 from tf_dgc.strategies.states import constrain
 
 _logger = logging.getLogger("tf_dgc")
@@ -37,9 +36,7 @@ class AveragingInner(Inner):
         """Begin to average, by the settings of the core, without an outer optimizer."""
         self._settings = cast(AveragingConfig, self.core.config)
         self._averaging = cast(Averaging, self.core.make)
-        self._outer: weakref.WeakKeyDictionary[Any, keras.optimizers.Optimizer] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._outer = OuterOptimizers(self.core, self._settings)
         self._exchanges = self._steps = 0  # steps of a `fit`, where that tells
         self._model: Any = None  # whose step is run
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()  # what was run
@@ -110,7 +107,7 @@ class AveragingInner(Inner):
             with tf.init_scope():
                 expected = Expected(
                     self._companions_of(optimizer),
-                    self._outer_step(optimizer),
+                    self._outer.step(optimizer),
                     self._combining(optimizer),
                     self._overlap_of(optimizer),
                 )
@@ -178,55 +175,8 @@ class AveragingInner(Inner):
                 _logger.warning("%r matches none of %s", pattern, paths)
         averaged = _host.keras.averages_of(optimizer)
         slots = _host.keras.slots_of(optimizer)
-        own = []
-        if config.outer_optimizer is not None:
-            own = [variable.value for variable in self._outer_of(optimizer).variables]
+        outer = self._outer.of(optimizer)
+        own = [] if outer is None else [v.value for v in outer.variables]
         if config.average_slots:
             return Companions(chosen, [*averaged, *slots], own)
         return Companions(chosen, averaged, [*slots, *own])
-
-    def _outer_of(
-        self, optimizer: keras.optimizers.Optimizer
-    ) -> keras.optimizers.Optimizer:
-        """Return the outer optimizer of what an optimizer of the user trains."""
-        if optimizer in self._outer:
-            return self._outer[optimizer]
-        wanted = self._settings.outer_optimizer
-
-        def create() -> keras.optimizers.Optimizer:
-            with self.core.strategy.scope():
-                if callable(wanted):
-                    outer = wanted()
-                elif isinstance(wanted, Mapping):
-                    outer = keras.optimizers.deserialize(dict(wanted))
-                else:
-                    outer = type(wanted).from_config(wanted.get_config())
-                outer.build(_host.keras.variables_of(optimizer))
-            return outer
-
-        outer = unseen(create)
-        own = [variable.value for variable in _host.keras.variables_of(optimizer)]
-        optimizers.refuse_whole_tensors(outer, own, self._settings.compression)
-        # Its gradients are the same on all workers.
-        _host.applying.apply_as_they_are(outer)
-        self._outer[optimizer] = outer
-        return outer
-
-    def _outer_step(self, optimizer: keras.optimizers.Optimizer) -> Outer | None:
-        """Return what steps an optimizer's variables along outer gradients."""
-        if self._settings.outer_optimizer is None:
-            return None
-        outer, strategy = self._outer_of(optimizer), self.core.strategy
-        # With what Keras wraps around a variable it applies its constraint, too.
-        wrapped = {id(v.value): v for v in _host.keras.variables_of(optimizer)}
-
-        def step(gradients: list[Any], variables: Sequence[Any]) -> None:
-            trained = [wrapped[id(v)] for v in variables]
-            context = tf.distribute.get_replica_context()
-            with self.core.exchanged():
-                if context is not None and context.strategy is strategy:
-                    outer.apply(gradients, trained)
-                else:
-                    strategy.run(lambda: outer.apply(gradients, trained))
-
-        return step

@@ -14,7 +14,7 @@ from tf_dgc.transports import Transport, handshake
 _logger = logging.getLogger("tf_dgc")
 
 
-class Shared(NamedTuple):
+class SharedData(NamedTuple):
     """Data of this worker.
 
     Attributes:
@@ -46,7 +46,7 @@ class Distribution:
         self._told_chance = self._told_work = False
         self._end = _host.iterators.Meeting(functools.partial(level.agreed, transport))
 
-    def shared(self, dataset: tf.data.Dataset, lockstep: bool) -> Shared:
+    def shared(self, dataset: tf.data.Dataset, lockstep: bool) -> SharedData:
         """Return this worker's rows of a dataset.
 
         Args:
@@ -62,18 +62,18 @@ class Distribution:
             self._meeting_of(dataset, False, lockstep)
             share = data.marked_share_of(dataset, rank, size)
             self.witness.begin(share.names)
-            return Shared(share.pairs, marks=self.witness.marks)
+            return SharedData(share.pairs, marks=self.witness.marks)
         self.witness.begin([])
         own = data.share_of(dataset, rank, size)
         unequal = data.may_be_unequal(dataset)
         meeting = self._meeting_of(own if unequal else dataset, unequal, lockstep)
-        return Shared(own, meeting if data.is_own(dataset) else None)
+        return SharedData(own, meeting if data.is_own(dataset) else None)
 
-    def own(self, make: Callable[[], tf.data.Dataset], lockstep: bool) -> Shared:
+    def own(self, make: Callable[[], tf.data.Dataset], lockstep: bool) -> SharedData:
         """Return data that a worker makes by itself; `make` returns the dataset."""
         self.witness.begin([])
         own = make()
-        return Shared(own, self._meeting_of(own, False, lockstep))
+        return SharedData(own, self._meeting_of(own, False, lockstep))
 
     def _tell_chance(self) -> None:
         if self._told_chance:

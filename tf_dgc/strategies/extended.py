@@ -20,7 +20,7 @@ from tf_dgc.strategies import (
     randomness,
     witness,
 )
-from tf_dgc.strategies.distribution import Distribution, Shared
+from tf_dgc.strategies.distribution import Distribution, SharedData
 from tf_dgc.strategies.made_variables import MadeVariables
 from tf_dgc.strategies.one_device import OneDevice
 from tf_dgc.strategies.reductions import Reductions
@@ -176,7 +176,7 @@ class OneReplicaExtended(OneDevice):
         strategy.inner.settle()
         own_batches = strategy.inner.own_batches
         if own_batches is not None and own_batches.is_alone:
-            shared = Shared(dataset)
+            shared = SharedData(dataset)
         else:
             shared = self._distribution.shared(dataset, strategy.lockstep)
         return _host.distribute.distributed_dataset(

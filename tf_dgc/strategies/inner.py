@@ -50,7 +50,7 @@ class Inner:
         core, transport = self.core, self.core.transport
         core.share = Share(transport, *core.kinds_of_steps())
         self.own_batches = OwnBatches(transport)
-        core.stopping = Stopping(transport, core.ledger, self.settle)
+        core.stopping = Stopping(transport, core.ledger, lambda: self.settle())
         self.early_ends = EarlyEnds(transport, self.own_batches)
         core.extended.share_seed()
         atexit.register(core.extended.warn_if_unused)
