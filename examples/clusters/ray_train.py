@@ -35,11 +35,10 @@ def train(config: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     loss = fitted.history["loss"][-1]
     print(f"worker {rank}: loss {loss:.4f}, weights {zlib.crc32(weights)}", flush=True)
-    ray.train.report({"loss": loss})
 
 
 def main() -> None:
-    """Starts the workers and prints the chief's loss."""
+    """Starts the workers, whose output Ray shows; raises where one fails."""
     workers = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     trainer = TensorflowTrainer(
         train,
@@ -47,7 +46,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(storage_path=tempfile.mkdtemp()),
     )
-    print(f"loss {trainer.fit().metrics['loss']:.4f}")
+    trainer.fit()
 
 
 if __name__ == "__main__":

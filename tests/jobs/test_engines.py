@@ -35,7 +35,8 @@ def run(name: str, **environment: str) -> str:
 class EnginesTest(unittest.TestCase):
     def assert_alike(self, text: str) -> None:
         found = re.findall(r"worker (\d): loss ([\d.]+), weights (\d+)", text)
-        self.assertEqual(sorted(rank for rank, _, _ in found), ["0", "1"], text)
+        # Ray shows a line once or twice.
+        self.assertEqual({rank for rank, _, _ in found}, {"0", "1"}, text)
         self.assertEqual(len({weights for _, _, weights in found}), 1, found)
         self.assertLess(float(found[0][1]), 32)  # of targets of that variance
 
