@@ -93,6 +93,7 @@ class CoarseValuesTest(unittest.TestCase):
         self.assertTrue(found[0]["fell"])
         self.assertEqual(found, [found[0]] * 6)
 
+    @pytest.mark.extended
     def test_in_rounds_of_averaging(self) -> None:
         args = {"transport": "collective", "value_dtype": "log4"}
         first, second = pool.run("collective", 2, "test_coarse", "by_averaging", **args)

@@ -169,6 +169,7 @@ class TogetherTest(tf.test.TestCase):
             self.assertEqual(each["pieces"], 2)
             self.assertAlmostEqual(each["loop"], -2 * (workers + 1), places=5)
 
+    @pytest.mark.extended
     def test_steps_of_all_workers_are_those_of_one_process(self) -> None:
         self.check_alike(3, 3e-6)
 
@@ -279,6 +280,7 @@ class FaultsTest(tf.test.TestCase):
         dropped = self.check_replaced(250, max_staleness=4)
         self.assertEqual(dropped, [0, 0])
 
+    @pytest.mark.extended
     def test_steps_of_all_go_on_without_a_worker_that_is_killed(self) -> None:
         # Within a step it may be the one that applies it for all, and ends them.
         dropped = self.check_replaced(150, dies=30, synchronous=True)

@@ -82,21 +82,13 @@ class AllFrontEndsTest(FrontEnds):
 
 @pytest.mark.processes
 @pytest.mark.timeout(1000)
-class FrontEndsTest(FrontEnds):
+class FirstFrontEndsTest(FrontEnds):
     __test__ = True
+    arguments = ("--first",)
 
-    @parameterized.parameters(*itertools.product(FRONTS, FEW))
-    def test_all_front_ends_train_alike(
-        self, front: str, settings: tuple[str, str]
-    ) -> None:
-        self.assert_trains_as_a_strategy(front, *settings)
-
-    @parameterized.parameters("all", "tenth")
-    def test_horovods_own_tape_trains_alike_with_the_compressor(
-        self, config: str
-    ) -> None:
-        # Each tensor has a message of its own here, but so has each its thresholds.
-        self.assert_same(f"by_compressor {config} plain", f"by_strategy {config} plain")
+    @parameterized.parameters(*FRONTS)
+    def test_compressed_they_train_alike(self, front: str) -> None:
+        self.assert_trains_as_a_strategy(front, "tenth", "plain")
 
     def test_weights_are_the_same_bits_on_all_workers(self) -> None:
         for case in launch.checked(self.found)[0]:
@@ -104,25 +96,6 @@ class FrontEndsTest(FrontEnds):
                 with self.subTest(case):
                     one, two = self.results(case)
                     self.assertEqual(one["crc"], two["crc"])
-
-    def test_a_fit_script_of_horovod_trains_and_is_resumed(self) -> None:
-        for result in self.results("by_fit_script"):
-            # The last of four epochs, after what rank 0 alone has loaded.
-            self.assertAllClose(result["resumed"]["losses"], result["losses"][3:])
-            for one, two in zip(
-                result["weights"], result["resumed"]["weights"], strict=True
-            ):
-                self.assertAllClose(one, two, 1e-5, 1e-5)
-            self.assertAllClose(result["rates"], [0.015, 0.02, 0.02, 0.002])
-            self.assertLess(result["losses"][-1], result["losses"][0])
-        one, two = self.results("by_fit_script")
-        self.assertEqual(one["score"], two["score"])
-
-    def test_a_loop_of_horovod_trains(self) -> None:
-        one, two = self.results("by_tape_script")
-        self.assertEqual(one["losses"], two["losses"])
-        self.assertLess(one["losses"][-1], one["losses"][0])
-        self.assertEqual([one["saved"], two["saved"]], ["model-1"] * 2)
 
     def test_operations_return_what_horovods_do(self) -> None:
         for rank, found in enumerate(self.results("by_names")):
@@ -146,6 +119,50 @@ class FrontEndsTest(FrontEnds):
             }
             self.assertEqual(found, expected)
 
+    def test_a_script_written_for_horovod_trains(self) -> None:
+        one, two = self.results("as_horovods_example")
+        self.assertLess(one["losses"][-1], one["losses"][0])
+        self.assertEqual(one["losses"], two["losses"])
+        self.assertLess(one["rates"][0], one["rates"][1])
+        self.assertAllClose(one["rates"][-1], 0.002)
+
+
+@pytest.mark.extended
+class FrontEndsTest(FirstFrontEndsTest):
+    arguments = ()
+
+    @parameterized.parameters(*itertools.product(FRONTS, FEW))
+    def test_all_front_ends_train_alike(
+        self, front: str, settings: tuple[str, str]
+    ) -> None:
+        self.assert_trains_as_a_strategy(front, *settings)
+
+    @parameterized.parameters("all", "tenth")
+    def test_horovods_own_tape_trains_alike_with_the_compressor(
+        self, config: str
+    ) -> None:
+        # Each tensor has a message of its own here, but so has each its thresholds.
+        self.assert_same(f"by_compressor {config} plain", f"by_strategy {config} plain")
+
+    def test_a_fit_script_of_horovod_trains_and_is_resumed(self) -> None:
+        for result in self.results("by_fit_script"):
+            # The last of four epochs, after what rank 0 alone has loaded.
+            self.assertAllClose(result["resumed"]["losses"], result["losses"][3:])
+            for one, two in zip(
+                result["weights"], result["resumed"]["weights"], strict=True
+            ):
+                self.assertAllClose(one, two, 1e-5, 1e-5)
+            self.assertAllClose(result["rates"], [0.015, 0.02, 0.02, 0.002])
+            self.assertLess(result["losses"][-1], result["losses"][0])
+        one, two = self.results("by_fit_script")
+        self.assertEqual(one["score"], two["score"])
+
+    def test_a_loop_of_horovod_trains(self) -> None:
+        one, two = self.results("by_tape_script")
+        self.assertEqual(one["losses"], two["losses"])
+        self.assertLess(one["losses"][-1], one["losses"][0])
+        self.assertEqual([one["saved"], two["saved"]], ["model-1"] * 2)
+
     def test_horovod_is_ended_and_started_anew(self) -> None:
         for result in self.results("by_end_and_start"):
             self.assertEqual(result["running"], [False, True])
@@ -158,13 +175,6 @@ class FrontEndsTest(FrontEnds):
 
     def test_one_node_of_all_workers_sums_densely(self) -> None:
         self.assert_same("on_one_node", "by_optimizer dense plain")
-
-    def test_a_script_written_for_horovod_trains(self) -> None:
-        one, two = self.results("as_horovods_example")
-        self.assertLess(one["losses"][-1], one["losses"][0])
-        self.assertEqual(one["losses"], two["losses"])
-        self.assertLess(one["rates"][0], one["rates"][1])
-        self.assertAllClose(one["rates"][-1], 0.002)
 
     def test_compression_sends_less(self) -> None:
         (dense, _), (tenth, _) = (

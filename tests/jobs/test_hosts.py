@@ -92,6 +92,7 @@ class HostsTest(unittest.TestCase):
     def test_hosts_train_as_workers_over_collectives(self) -> None:
         self.check("collective", "owners")
 
+    @pytest.mark.extended
     def test_hosts_train_as_workers_over_horovod(self) -> None:
         self.check("horovod", "allgather")
 

@@ -44,125 +44,150 @@ ENDS = {
 }
 
 
+# Case, error and what it says.
+CASES = (
+    (
+        "configs_differ",
+        "ValueError",
+        r"`sparsity` differs: 0\.9 on ranks \[0\]",
+    ),
+    (
+        "strategies_differ",
+        "ValueError",
+        r"`strategy` differs: 'DGCStrategy' on",
+    ),
+    (
+        "averaging_configs_differ",
+        "ValueError",
+        r"`outer_optimizer` differs:.*'learning_rate': 0\.69.* on ranks \[0\]",
+    ),
+    (
+        "outer_optimizer_made_too_early",
+        "RuntimeError",
+        "The outer optimizer is such a call: give a function",
+    ),
+    (
+        "parameters_not_finite",
+        "InvalidArgumentError",
+        r"all workers stop, it was not averaged.*\[1\] \[3\] \[.*kernel",
+    ),
+    (
+        "models_differ",
+        "ValueError",
+        r"`shape` differs: \[4, 8\] on ranks \[0\]",
+    ),
+    (
+        "trained_variables_differ",
+        "ValueError",
+        r"same trained variables.*`variable 2` differs",
+    ),
+    *(
+        (case, "ValueError", rf"same data.*`number of batches` differs: {text}")
+        for case, text in (
+            ("lengths_differ", r"4 on ranks \[0\]; 3 on ranks \[1\]"),
+            ("nothing_for_one", r"4 on ranks \[0\]; 0 on ranks \[1\]"),
+            ("global_lengths_differ", r"4 on ranks \[0\]; 3 on ranks \[1\]"),
+        )
+    ),
+    (
+        "compiled_outside_the_scope",
+        "ValueError",
+        r"optimizer 'sgd' was made outside the scope",
+    ),
+    ("built_outside_the_scope", "ValueError", "was made outside the scope"),
+    (
+        "built_outside_the_scope_without_momentum",
+        "ValueError",
+        "was made outside the scope",
+    ),
+    (
+        "built_outside_the_scope_and_compressed",
+        "ValueError",
+        "was made outside the scope",
+    ),
+    (
+        "scope_forgotten",
+        "ValueError",
+        "outside the scope of the strategy.* inside `with strategy.scope",
+    ),
+    ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
+    (
+        "step_without_run",
+        "RuntimeError",
+        "call the step in it by `strategy.run",
+    ),
+    (
+        "step_without_run_on_distributed_data",
+        "RuntimeError",
+        "call the step in it by `strategy.run",
+    ),
+    (
+        "data_differ",
+        "InvalidArgumentError",
+        r"read different data; all stop, the step was not.*\[1\]",
+    ),
+    *(
+        (
+            f"replicas_drift_{strategy}",
+            "InvalidArgumentError",
+            rf"drifted apart; all stop.*\[{step}\] \[.*{name}.*\] \[1\]",
+        )
+        for strategy, step, name in (
+            ("dense", 3, "bias"),
+            ("dgc", 3, "bias"),
+            ("averaging", 4, "kernel"),
+        )
+    ),
+    (
+        "check_intervals_differ",
+        "ValueError",
+        r"`TF_DGC_CHECK_STEPS` differs: '3' on ranks \[0\]",
+    ),
+    (
+        "check_interval_is_no_number",
+        "ValueError",
+        "must be a number of steps.*TF_DGC_CHECK_STEPS='often'",
+    ),
+    ("reduced_and_never_applied", "RuntimeError", "did not apply them"),
+    ("changed_after_reduction", "RuntimeError", "changed gradients between"),
+    (
+        "tensorflow_started_collective",
+        "RuntimeError",
+        "Create the strategy before any other TensorFlow",
+    ),
+)
+# Others are like them, and start workers of their own.
+LONGER = {
+    "parameters_not_finite",
+    "outer_optimizer_made_too_early",
+    "replicas_drift_dgc",
+    "replicas_drift_averaging",
+}
+
+
+def named(longer: bool) -> Any:
+    """Test those cases that take longer, or the others."""
+    return parameterized.named_parameters(
+        (case[0], *case) for case in CASES if (case[0] in LONGER) == longer
+    )
+
+
 @pytest.mark.processes
 class MisuseTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.named_parameters(
-        (case, case, error, text)
-        for case, error, text in (
-            (
-                "configs_differ",
-                "ValueError",
-                r"`sparsity` differs: 0\.9 on ranks \[0\]",
-            ),
-            (
-                "strategies_differ",
-                "ValueError",
-                r"`strategy` differs: 'DGCStrategy' on",
-            ),
-            (
-                "averaging_configs_differ",
-                "ValueError",
-                r"`outer_optimizer` differs:.*'learning_rate': 0\.69.* on ranks \[0\]",
-            ),
-            (
-                "outer_optimizer_made_too_early",
-                "RuntimeError",
-                "The outer optimizer is such a call: give a function",
-            ),
-            (
-                "parameters_not_finite",
-                "InvalidArgumentError",
-                r"all workers stop, it was not averaged.*\[1\] \[3\] \[.*kernel",
-            ),
-            (
-                "models_differ",
-                "ValueError",
-                r"`shape` differs: \[4, 8\] on ranks \[0\]",
-            ),
-            (
-                "trained_variables_differ",
-                "ValueError",
-                r"same trained variables.*`variable 2` differs",
-            ),
-            *(
-                (case, "ValueError", rf"same data.*`number of batches` differs: {text}")
-                for case, text in (
-                    ("lengths_differ", r"4 on ranks \[0\]; 3 on ranks \[1\]"),
-                    ("nothing_for_one", r"4 on ranks \[0\]; 0 on ranks \[1\]"),
-                    ("global_lengths_differ", r"4 on ranks \[0\]; 3 on ranks \[1\]"),
-                )
-            ),
-            (
-                "compiled_outside_the_scope",
-                "ValueError",
-                r"optimizer 'sgd' was made outside the scope",
-            ),
-            ("built_outside_the_scope", "ValueError", "was made outside the scope"),
-            (
-                "built_outside_the_scope_without_momentum",
-                "ValueError",
-                "was made outside the scope",
-            ),
-            (
-                "built_outside_the_scope_and_compressed",
-                "ValueError",
-                "was made outside the scope",
-            ),
-            (
-                "scope_forgotten",
-                "ValueError",
-                "outside the scope of the strategy.* inside `with strategy.scope",
-            ),
-            ("compiled_by_xla", "ValueError", "`jit_compile` must not be True"),
-            (
-                "step_without_run",
-                "RuntimeError",
-                "call the step in it by `strategy.run",
-            ),
-            (
-                "step_without_run_on_distributed_data",
-                "RuntimeError",
-                "call the step in it by `strategy.run",
-            ),
-            (
-                "data_differ",
-                "InvalidArgumentError",
-                r"read different data; all stop, the step was not.*\[1\]",
-            ),
-            *(
-                (
-                    f"replicas_drift_{strategy}",
-                    "InvalidArgumentError",
-                    rf"drifted apart; all stop.*\[{step}\] \[.*{name}.*\] \[1\]",
-                )
-                for strategy, step, name in (
-                    ("dense", 3, "bias"),
-                    ("dgc", 3, "bias"),
-                    ("averaging", 4, "kernel"),
-                )
-            ),
-            (
-                "check_intervals_differ",
-                "ValueError",
-                r"`TF_DGC_CHECK_STEPS` differs: '3' on ranks \[0\]",
-            ),
-            (
-                "check_interval_is_no_number",
-                "ValueError",
-                "must be a number of steps.*TF_DGC_CHECK_STEPS='often'",
-            ),
-            ("reduced_and_never_applied", "RuntimeError", "did not apply them"),
-            ("changed_after_reduction", "RuntimeError", "changed gradients between"),
-            (
-                "tensorflow_started_collective",
-                "RuntimeError",
-                "Create the strategy before any other TensorFlow",
-            ),
-        )
-    )
+    @named(longer=False)
     def test_every_worker_stops_with_a_clear_error(
         self, case: str, error: str, text: str
     ) -> None:
+        self.check_stops(case, error, text)
+
+    @named(longer=True)
+    @pytest.mark.extended
+    def test_so_does_every_worker_of_others(
+        self, case: str, error: str, text: str
+    ) -> None:
+        self.check_stops(case, error, text)
+
+    def check_stops(self, case: str, error: str, text: str) -> None:
         output = ""
         if case in ENDS:
             by_rank, output, status = outcomes(case)
@@ -175,6 +200,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(result.get("error"), error, output or str(result))
             self.assertRegex(result["text"], text)
 
+    @pytest.mark.extended
     def test_a_metric_that_one_worker_reads_is_named_before_the_time_is_out(
         self,
     ) -> None:
@@ -194,6 +220,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         found = pool.run("collective", 2, "misuse", "told", case=case)
         self.assertEqual(found, [{}, {}])
 
+    @pytest.mark.extended
     def test_numpy_input_is_shuffled_alike_without_a_seed(self) -> None:
         found, output, status = outcomes("rows_of_numpy_input_without_a_seed")
         self.assertEqual(status, 0, output)
@@ -209,6 +236,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         _, output, _ = outcomes("scope_forgotten_in_a_loop")
         self.assertIn("nothing was synchronised", output)
 
+    @pytest.mark.extended
     def test_nan_on_one_worker_stops_all_and_changes_nothing(self) -> None:
         found, output, _ = outcomes("nan_raises")
         self.assertNotEmpty(found, output)

@@ -30,6 +30,7 @@ FOLDER = launch.ROOT / "tests" / "jobs" / "scripts"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 # Random numbers are each worker's own: noise, dropout.
 NOISY = ("adversaries", "autoencoder")
+FIRST = ("multi_worker", "series")  # the others in the tier `extended`
 # What these do with a strategy is theirs, whatever it is.
 OF_STRATEGIES = {
     "loop": "strategy = tf.distribute.get_strategy()",
@@ -180,6 +181,7 @@ class SetTest(parameterized.TestCase, Folders):
         self.assertEqual(self.files(self.one), self.files(self.several))
 
     @named("series")
+    @pytest.mark.extended
     def test_no_line_is_changed(self, name: str) -> None:
         self.assert_same(name, settings.Settings("dense", {}), script(name))
 
@@ -218,8 +220,16 @@ class SetTest(parameterized.TestCase, Folders):
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 class ScriptTest(parameterized.TestCase, Folders):
-    @named(*(name for name in NAMES if name not in NOISY))
+    @named(*FIRST)
     def test_two_workers_give_what_one_gives(self, name: str) -> None:
+        self.check_alike(name)
+
+    @named(*(name for name in NAMES if name not in (*NOISY, *FIRST)))
+    @pytest.mark.extended
+    def test_so_they_do_with_other_scripts(self, name: str) -> None:
+        self.check_alike(name)
+
+    def check_alike(self, name: str) -> None:
         expected, found = self.run_both(name)
         self.assertEqual(json.dumps(found[1]), json.dumps(found[0]))
         self.assert_near(found[0], expected)
@@ -241,6 +251,7 @@ class ScriptTest(parameterized.TestCase, Folders):
             np.testing.assert_allclose(found, expected, TOLERANCE, TOLERANCE)
 
     @named(*NOISY)
+    @pytest.mark.extended
     def test_with_noise_two_workers_agree_and_learn(self, name: str) -> None:
         expected, found = self.run_both(name)
         self.assertEqual(json.dumps(found[1]), json.dumps(found[0]))
@@ -256,6 +267,7 @@ class ScriptTest(parameterized.TestCase, Folders):
         self.assertEqual(self.files(self.several), self.files(self.one))
 
     @named("series")
+    @pytest.mark.extended
     def test_compressed_workers_agree(self, name: str) -> None:
         self.check_compressed(name)
 

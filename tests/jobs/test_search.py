@@ -72,6 +72,7 @@ class TunerTest(unittest.TestCase):
         self.assertEqual(statuses, ["COMPLETED", "FAILED", "COMPLETED"])
         self.assertIn("Worker 1: ValueError: worker 1 alone", one["messages"][0])
 
+    @pytest.mark.extended
     def test_groups_train_trials_at_once_and_a_killed_one_gives_its_trial_back(
         self,
     ) -> None:

@@ -85,6 +85,7 @@ class FewTest(Equal):
     def test_it_is_as_on_one_worker(self, *case: Any) -> None:
         self.check(case)
 
+    @pytest.mark.extended
     def test_workers_without_rows_train_their_part(self) -> None:
         # The last batch has a single row.
         self.check(("dense", "collective", 3, "adamw"), batch=89)

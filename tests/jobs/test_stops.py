@@ -52,6 +52,7 @@ class EndsTogetherTest(parameterized.TestCase):
     def test_whoever_asks(self) -> None:
         self.check("dense", [ALL, SOME])
 
+    @pytest.mark.extended
     def test_averaging(self) -> None:
         self.check("averaging", [ALL, SOME])
 
@@ -60,6 +61,7 @@ class EndsTogetherTest(parameterized.TestCase):
     def test_in_all_settings(self, kind: str) -> None:
         self.check(kind, CASES)
 
+    @pytest.mark.extended
     def test_who_has_less_data_is_named(self) -> None:
         with self.assertRaises(pool.WorkerError) as caught:
             pool.run("collective", 2, "stops", "ends_early", rank_of_less=1)

@@ -107,6 +107,7 @@ class VerifyTest(parameterized.TestCase):
         self.assertIn(words, done.stdout)
 
     @parameterized.parameters(DEFAULT)
+    @pytest.mark.extended
     def test_what_changes_numbers_is_named(self, name: str) -> None:
         self.assert_named(*CAUSES[name])
 

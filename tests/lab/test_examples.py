@@ -93,6 +93,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertLess(number_behind("epoch 4: loss", lines), 1.5)
         self.assert_compressed(lines, at_least=5)
 
+    @pytest.mark.extended
     def test_text(self) -> None:
         lines = run_example("text", "--epochs", "1", "--ratio", "20")
         self.assertIn("weights            bit-identical on all workers", lines)
@@ -116,6 +117,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
+    @pytest.mark.extended
     def test_horovod_fit(self) -> None:
         launch.skip_without_horovod()
         lines = run_example("horovod_fit", "--epochs", "5", launcher="horovod")
@@ -170,6 +172,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertRegex("\n".join(lines), r"test accuracy +\d+\.\d\d% of 32 images")
         self.assertGreater(number_behind("sent per worker", lines), 0)
 
+    @pytest.mark.extended
     def test_search(self) -> None:
         reason = "the extra `search` brings it"
         pytest.importorskip("keras_tuner", reason=reason)

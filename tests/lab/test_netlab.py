@@ -333,6 +333,7 @@ class EndTest(unittest.TestCase):
         return process, [int(pid) for line in lines for pid in line.split()[1:]]
 
     @needs_lab
+    @pytest.mark.extended
     def test_nothing_is_left(self) -> None:
         for end, expected in (("sys.exit(0)", 0), ("sys.exit(3 * rank)", 3)):
             with self.subTest(end):
@@ -368,6 +369,7 @@ class EndTest(unittest.TestCase):
             self.assertEqual(left_of(process.pid), [])
 
     @needs_lab
+    @pytest.mark.extended
     def test_timeout(self) -> None:
         process, pids = self._ready("--timeout", "3")
         status, _, err = finish(process)

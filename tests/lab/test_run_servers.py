@@ -313,6 +313,7 @@ class ServersOnHostsTest(WithServers):
 
 @pytest.mark.processes
 class DownpourTest(Launched):
+    @pytest.mark.extended
     def test_a_script_without_a_strategy_survives_the_death_of_a_worker(self) -> None:
         (self.folder / "own.json").write_text('{"liveness": 2.0}')
         script = self.folder / "train.py"

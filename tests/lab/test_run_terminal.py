@@ -107,6 +107,7 @@ class TerminalTest(unittest.TestCase):
             sent, r"^tf_dgc: \S+ KB a step and worker instead of 16\.0 KB "
         )
 
+    @pytest.mark.extended
     def test_the_traceback_of_a_worker_is_whole_and_last(self) -> None:
         status, text = on_a_terminal([*self.command, "fail"], self.folder)
         lines = screen_of(text)

@@ -1,6 +1,7 @@
 """Any script gives on N workers what it gives in one plain Keras process.
 
-Drawn from `drawn.scripts`: by default those few that hold the most pairs of choices.
+Drawn from `drawn.scripts`: by default those few that hold the most pairs of choices,
+and some more in the tier `extended`.
 `-m slow` draws hundreds, and TF_DGC_DRAWS=5000 so many, other ones with each run.
 """
 
@@ -26,7 +27,7 @@ import pytest
 from absl.testing import parameterized
 from hypothesis import HealthCheck, given, settings
 
-FEW = 20
+FEW, MORE = 5, 20
 _SOURCE = 600  # draws of which the few are taken
 # Of values that are around one. Products of bfloat16 are rounded before they are summed
 # over workers.
@@ -254,7 +255,12 @@ class DrawnScriptTest(parameterized.TestCase, unittest.TestCase):
     ) -> None:
         compared(script)
 
-    @named(FEW, 2 * FEW)
+    @named(FEW, MORE)
+    @pytest.mark.extended
+    def test_so_they_do_with_other_choices(self, script: dict[str, Any]) -> None:
+        compared(script)
+
+    @named(MORE, 2 * MORE)
     @pytest.mark.slow
     def test_so_they_do_with_more_scripts(self, script: dict[str, Any]) -> None:
         compared(script)

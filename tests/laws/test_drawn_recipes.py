@@ -1,6 +1,7 @@
 """Drawn recipes give on N workers what one process gives, or are named.
 
-By default those few that hold each choice of each table once. `-m slow` draws more, and
+Few hold each choice of each table once: the first by default, the others in the tier
+`extended`. `-m slow` draws more, and
 TF_DGC_RECIPES=1000-1200 those of these seeds. What fails prints its script, which runs
 as it stands, with its choices and its seed.
 """
@@ -28,7 +29,7 @@ import serving
 from absl.testing import parameterized
 
 _SOURCE = 400  # draws of which the few are taken
-FEW = 9
+FEW, MORE = 3, 9
 SERVED = pathlib.Path(__file__).parents[1] / "jobs" / "served_recipes.py"
 _TOLERANCE = 2e-4  # of values that are around one
 MANY = 40
@@ -248,12 +249,18 @@ class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
     ) -> None:
         compared(recipe)
 
+    @named(few()[FEW:MORE])
+    @pytest.mark.extended
+    def test_so_they_do_with_other_choices(self, recipe: dict[str, Any]) -> None:
+        compared(recipe)
+
+    @pytest.mark.extended
     def test_a_queue_of_all_rows_is_written_by_workers_that_have_none(self) -> None:
         keeps = {"state": "queue", "size": "one_left", "mode": "scope"}
         plain = {"data": "numpy", "loss": "mean", "update": "applied", "stop": "none"}
         compared(recipes.drawn(0, **keeps, **plain))
 
-    @named(few()[FEW:] + _many())
+    @named(few()[MORE:] + _many())
     @pytest.mark.slow
     def test_so_they_do_with_more_recipes(self, recipe: dict[str, Any]) -> None:
         compared(recipe, workers=2 + recipe["seed"] % 2)
