@@ -5,6 +5,7 @@ import os
 
 import pool
 import pytest
+import tiers
 
 
 class _Told:
@@ -33,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out of the collection what TensorFlow's TestCase brings along."""
     items[:] = [item for item in items if item.name != "test_session"]
+    tiers.sort_out(items)  # before pytest looks at marks
     # Those that take long come first, so that no process of pytest is left with them.
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     # What was imported stays; to look through it takes longer than most tests.

@@ -1,0 +1,28 @@
+"""Of many cases of one property a few run by default, the others in tier `extended`."""
+
+import collections
+from collections.abc import Iterable
+
+import pytest
+
+
+def sort_out(items: Iterable[pytest.Item]) -> None:
+    """Mark as extended what `@pytest.mark.few(n)` leaves out of the cases of a test.
+
+    It stands below the decorator that makes the cases. The n that stay are as far from
+    one another as can be: products of settings have their last factor side by side.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        # Of one function: absl hands its marks on to each of its cases.
+        if mark := item.get_closest_marker("few"):
+            cases[item.parent, id(mark)].append((mark.args[0], item))
+    for several in cases.values():
+        for number, (few, item) in enumerate(several):
+            if not stays(number, few, len(several)):
+                item.add_marker(pytest.mark.extended)
+
+
+def stays(number: int, few: int, count: int) -> bool:
+    """Tell whether a case, numbered from 0, is one of so few of so many."""
+    return number * few // count != (number - 1) * few // count
