@@ -14,6 +14,8 @@ def sort_out(items: Iterable[pytest.Item]) -> None:
     """
     cases = collections.defaultdict(list)
     for item in items:
+        if item.get_closest_marker("slow"):
+            continue
         # Of one function: absl hands its marks on to each of its cases.
         if mark := item.get_closest_marker("few"):
             cases[item.parent, id(mark)].append((mark.args[0], item))

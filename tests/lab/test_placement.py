@@ -88,6 +88,7 @@ class StepTest(StepCase):
 @pytest.mark.long
 class LongStepTest(StepCase):
     @parameterized.parameters(*LONG)
+    @pytest.mark.few(2)
     def test_stays_on_the_gpu(self, name: str) -> None:
         self.assert_stays(name)
 
@@ -108,6 +109,7 @@ class LongStepTest(StepCase):
 @pytest.mark.slow
 class OtherStepsTest(StepCase):
     @parameterized.parameters(*sorted(placement.STEPS.keys() - {FAST, "plain", *LONG}))
+    @pytest.mark.few(2)
     def test_stays_on_the_gpu(self, name: str) -> None:
         self.assert_stays(name)
 

@@ -97,6 +97,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
         (APART, gathering(value_dtype="sign", clip_norm=0.5)),
         (APART, config_of()),
     )
+    @pytest.mark.few(2)
     def test_are_workers_whose_gradients_are_the_sums_in_nodes(
         self, hosts: Any, config: DGCConfig
     ) -> None:
@@ -393,6 +394,7 @@ class SavedTest(parameterized.TestCase, tf.test.TestCase):
         (EVEN, (None,) * 2, "allgather"),
         (None, UNEVEN, "allgather"),
     )
+    @pytest.mark.few(2)
     def test_the_sum_stays_on_other_nodes_or_workers(
         self, before: Any, after: Any, by: str
     ) -> None:

@@ -75,6 +75,7 @@ class LikeOneWorkerTest(LikeOneWorkerCase):
     @parameterized.parameters(
         "nesterov", "embedding", "last_batch_uneven", "a_saved_model_goes_on"
     )
+    @pytest.mark.few(2)
     def test_train_as_one_worker_where_nothing_is_left_out(self, name: str) -> None:
         self.assert_like_one_worker(name)
 
@@ -82,6 +83,7 @@ class LikeOneWorkerTest(LikeOneWorkerCase):
 @pytest.mark.slow
 class LikeOneWorkerInAllTest(LikeOneWorkerCase):
     @parameterized.named_parameters(*[(name, name) for name in LIKE_ONE])
+    @pytest.mark.few(2)
     def test_train_as_one_worker_where_nothing_is_left_out(self, name: str) -> None:
         self.assert_like_one_worker(name)
 
@@ -100,6 +102,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             NOTHING_LEFT_OUT,
         ],
     )
+    @pytest.mark.few(5)
     def test_exchange_the_same_bits_as_real_ones(
         self, workers: int, momentum: Momentum | None, settings: dict[str, Any]
     ) -> None:
@@ -143,6 +146,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         make=[lambda: sgd(momentum=0.9), lambda: keras.optimizers.Adam(0.01)],
         clip_norm=[None, 0.05],
     )
+    @pytest.mark.few(2)
     def test_weigh_shares_of_unequal_rows_as_real_ones(
         self, make: Callable[[], Any], clip_norm: float | None
     ) -> None:
@@ -300,6 +304,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found[key], expected[key], 1e-5, 1e-5, msg=key)
 
     @parameterized.parameters(*LOSSES)
+    @pytest.mark.few(4)
     def test_gradients_of_simulated_workers_add_up(self, name: str) -> None:
         self.assert_like_one_process(name)
 
@@ -378,6 +383,7 @@ class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
         momentum=[Momentum(0.9, False, 0.3), None],
         by=["allgather", "owners"],
     )
+    @pytest.mark.few(2)
     def test_does_not_depend_on_the_number_of_workers(
         self, simulated: bool, momentum: Momentum | None, by: str
     ) -> None:

@@ -208,6 +208,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         ("a.keras", "of models"),
         ("a.weights.h5", "weights"),
     )
+    @pytest.mark.few(2)
     def test_all_workers_may_save_to_one_path_and_read_it_at_once(
         self, name: str, how: str
     ) -> None:

@@ -146,6 +146,7 @@ class CrowdedTest(tf.test.TestCase):
 @pytest.mark.long
 class MessageTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*VALUE_DTYPES)
+    @pytest.mark.few(2)
     def test_is_that_of_lists_to_the_bit(self, value_dtype: str) -> None:
         layout = layout_of((60, 50), (16, 16), (3, 3))
         config = DGCConfig(value_dtype=value_dtype, sparsity=0.97)
@@ -182,6 +183,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllEqual(sent(residual, step, known), expected)
 
     @parameterized.parameters(*FORMATS[:-1])
+    @pytest.mark.few(2)
     def test_is_read_as_by_lists_whatever_its_words_are(self, *form: Any) -> None:
         form, random = Format(*form), np.random.default_rng(0)
 

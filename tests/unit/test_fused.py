@@ -73,6 +73,7 @@ class BothWaysTest(parameterized.TestCase, tf.test.TestCase):
         (None, {"warmup_steps": 4, "warmup_stages": (0.3, 0.8)}, "float16", "bfloat16"),
         (Momentum(0.0, False), {"rate_correction": False}, "float32", "float16"),
     )
+    @pytest.mark.few(2)
     def test_workers_send_and_apply_the_same(
         self, momentum: Any, settings: dict[str, Any], *dtypes: str
     ) -> None:

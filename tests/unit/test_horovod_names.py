@@ -292,6 +292,7 @@ class CompiledTest(parameterized.TestCase, tf.test.TestCase):
         how=(True, "auto"),
         callback=(hvd.callbacks.BroadcastVariables, hvd.callbacks.MetricAverage),
     )
+    @pytest.mark.few(2)
     def test_callbacks_switch_it_off_in_time(self, how: Any, callback: Any) -> None:
         model = self.compiled(how)
         model.fit(X, Y, verbose=0, callbacks=[callback(over=Twins())])

@@ -104,6 +104,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         workers=(1, 2, 4), outer=(None, (0.7, 0.9)), synchronous=(0, 4)
     )
+    @pytest.mark.few(4)
     def test_it_is_what_the_papers_say(
         self, workers: int, outer: Any, synchronous: int
     ) -> None:
@@ -175,6 +176,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
         dtype=["float16", "bfloat16"],
         settings=[{}, {"compression": DGCConfig(sparsity=0.0, min_elements=0)}],
     )
+    @pytest.mark.few(2)
     def test_the_mean_of_equal_parameters_of_16_bits_has_their_bits(
         self, dtype: str, settings: dict[str, Any]
     ) -> None:
@@ -324,6 +326,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         ("a decay", "SGD", {"error_decay": 0.9}, Combining(False, 0.9)),
         ("an outer optimizer", "Adam", {"outer_optimizer": keras.optimizers.SGD}, SUM),
     )
+    @pytest.mark.few(3)
     def test_changes_are_combined_by_what_made_them(
         self, name: str, settings: Any, expected: Combining
     ) -> None:
@@ -359,6 +362,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         ("auto", "auto", "auto", "allgather"),
         ("senders", "auto", "senders", "allgather"),
     )
+    @pytest.mark.few(2)
     def test_means_over_senders_need_to_know_who_sent(
         self, combine: str, exchange: str, found: str, kind: str
     ) -> None:
@@ -699,6 +703,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         {"compression": DGCConfig(sparsity=0.9, min_elements=0)},
         {"period": "adaptive", "min_period": 2, "max_period": 5},
     )
+    @pytest.mark.few(2)
     def test_in_the_midst_of_a_period_it_continues_bit_for_bit(
         self, **settings: Any
     ) -> None:
@@ -809,6 +814,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(own, other)
 
     @parameterized.parameters((2, 3), (4, 2), (3, 1))
+    @pytest.mark.few(2)
     def test_on_another_number_of_workers_all_begin_with_the_mean(
         self, before: int, after: int
     ) -> None:

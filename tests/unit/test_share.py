@@ -105,6 +105,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_like_one_process(work, workers)
 
     @parameterized.parameters("keras", "by N", "not", "compute_loss", "global", "sum")
+    @pytest.mark.few(4)
     def test_a_loss_counts_as_it_is_divided(self, how: str) -> None:
         x, y = regression(8)
 
@@ -224,6 +225,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         "global", "norm", "value", "keras", "by norm", "exchange", "scaled"
     )
+    @pytest.mark.few(4)
     def test_a_step_clips_the_gradients_of_all_rows(self, how: str) -> None:
         x, y = regression(9)
 
@@ -252,6 +254,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(work(None)[0], expected[0], 1e-3, 1e-3)
 
     @parameterized.product(how=["apart", "added", "moved"], summed=[False, True])
+    @pytest.mark.few(4)
     def test_gradients_are_exchanged_that_come_after_those_of_all(
         self, how: str, summed: bool
     ) -> None:
@@ -436,6 +439,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertRegex(line, "of 'lost'.*strategy.flush")
 
     @parameterized.parameters("dense", "dgc", "averaging", "rounds")
+    @pytest.mark.few(2)
     def test_a_learning_rate_of_ones_own_is_refused_on_all(self, name: str) -> None:
         x, y = regression(16)
 

@@ -198,6 +198,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(in_scopes(1, work, make), [((6, 4), None)])
 
     @parameterized.product(by=["columns", "rows"], workers=[2, 4])
+    @pytest.mark.few(2)
     def test_its_gradient_is_that_of_dense(self, by: str, workers: int) -> None:
         kernel = np.random.default_rng(2).normal(size=(6, 7)).astype("float32")
 
@@ -255,6 +256,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
         (3, "sparse_categorical_crossentropy", {"activation": "softmax"}, ()),
         (2, FROM_LOGITS, {"activation": "tanh"}, ()),  # which comes home
     )
+    @pytest.mark.few(2)
     def test_it_is_that_of_one_worker(self, workers: int, *case: Any) -> None:
         expected = self.fitted(False, *case)
         for found in in_scopes(workers, lambda _: self.fitted(True, *case)):

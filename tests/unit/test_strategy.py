@@ -134,6 +134,7 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose(trained(sparse, flush=True), dense, 1e-5, 1e-5)
 
     @parameterized.parameters("float32", "bfloat16", "mixed_bfloat16", "mixed_float16")
+    @pytest.mark.few(2)
     def test_flush_keeps_constraints_in_any_type(self, policy: str) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
         strategy = tf_dgc.DGCStrategy(config, transport="local")

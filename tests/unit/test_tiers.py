@@ -36,7 +36,7 @@ class MarkedTest(parameterized.TestCase):
         def item(name: str, mark: Any) -> Any:
             return SimpleNamespace(
                 parent="class",
-                get_closest_marker=lambda _: mark,
+                get_closest_marker={"few": mark}.get,
                 add_marker=lambda other: added.append(f"{name} {other.name}"),
             )
 
