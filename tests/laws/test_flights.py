@@ -130,7 +130,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same_bits(run_workers(3, work))
 
     @parameterized.parameters(*SETTINGS)
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_where_workers_meet_all_have_the_same_bits(self, **settings: Any) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, period=3, overlap=3, averaged=1, **settings)
@@ -157,7 +157,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same_bits([*at_once, *run_workers(2, lambda t: work(t, overlap=2))])
 
     @parameterized.product(settings=SETTINGS, steps=(5, 6, 7))
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_a_restored_flight_lands_as_if_it_had_never_been_saved(
         self, settings: Any, steps: int
     ) -> None:
@@ -249,6 +249,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(one, two, 1e-6, 1e-6)
 
     @parameterized.parameters(np.nan, np.inf)
+    @pytest.mark.few(1)
     def test_what_is_not_finite_stops_all_workers_where_it_lands(
         self, value: float
     ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import HealthCheck, given, settings
@@ -200,6 +201,7 @@ FORMATS = (
 
 class MessageTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*FORMATS)
+    @pytest.mark.few(3)
     def test_is_refused_or_wholly_within_the_arena(self, *form: Any) -> None:
         form = Format(*form)
         random, parse = np.random.default_rng(0), parser_of(form)
@@ -230,6 +232,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
         self.assertBetween(whole / total, 0.005, 0.95)
 
     @parameterized.parameters(*FORMATS)
+    @pytest.mark.few(3)
     def test_one_that_is_damaged_is_refused_for_all_workers(self, *form: Any) -> None:
         form, random = Format(*form), np.random.default_rng(1)
         function = tf.function(lambda messages: receive(form, messages)[1:3])

@@ -138,6 +138,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertBetween(kept, 0.5e-10, 3e-10)
 
     @parameterized.parameters(0.0, 0.5)
+    @pytest.mark.few(1)
     def test_workers_stay_alike_where_a_step_of_all_follows_own_ones(
         self, first: float
     ) -> None:
@@ -169,7 +170,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             {"warmup_steps": 6, "warmup_stages": (0.75, 0.8)},
         ],
     )
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_sent_and_kept_is_the_mean_of_what_all_would_step(
         self, name: str, settings: dict[str, Any]
     ) -> None:
@@ -226,7 +227,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             {"value_dtype": "sign", "warmup_steps": 3, "warmup_stages": (0.0, 0.5)},
         ],
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_simulated_workers_have_the_same_bits(
         self, name: str, settings: dict[str, Any]
     ) -> None:

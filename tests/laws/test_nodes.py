@@ -97,7 +97,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
         (APART, gathering(value_dtype="sign", clip_norm=0.5)),
         (APART, config_of()),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_are_workers_whose_gradients_are_the_sums_in_nodes(
         self, hosts: Any, config: DGCConfig
     ) -> None:
@@ -120,6 +120,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
         (UNEVEN, None, "allgather"),
         (UNEVEN, MOMENTUM, "owners"),
     )
+    @pytest.mark.few(2)
     def test_are_as_numpy_computes_them(
         self, hosts: Any, momentum: Momentum | None, by: str
     ) -> None:
@@ -136,6 +137,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllClose(found[0].applied[step][i], expected[i], 1e-5, 1e-5)
 
     @parameterized.parameters((EVEN, "owners"), (UNEVEN, "allgather"))
+    @pytest.mark.few(1)
     def test_nothing_is_lost(self, hosts: Any, by: str) -> None:
         case = Nodes(whole=True).on(hosts)
         found = case.run(config_of(exchange=by))
@@ -371,6 +373,7 @@ class SavedTest(parameterized.TestCase, tf.test.TestCase):
         return ledger, Case().variables()
 
     @parameterized.parameters((EVEN, "allgather"), (UNEVEN, "owners"))
+    @pytest.mark.few(1)
     def test_as_many_workers_go_on_bit_for_bit(self, hosts: Any, by: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
 
@@ -394,7 +397,7 @@ class SavedTest(parameterized.TestCase, tf.test.TestCase):
         (EVEN, (None,) * 2, "allgather"),
         (None, UNEVEN, "allgather"),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_the_sum_stays_on_other_nodes_or_workers(
         self, before: Any, after: Any, by: str
     ) -> None:

@@ -102,7 +102,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             NOTHING_LEFT_OUT,
         ],
     )
-    @pytest.mark.few(5)
+    @pytest.mark.few(3)
     def test_exchange_the_same_bits_as_real_ones(
         self, workers: int, momentum: Momentum | None, settings: dict[str, Any]
     ) -> None:
@@ -146,7 +146,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         make=[lambda: sgd(momentum=0.9), lambda: keras.optimizers.Adam(0.01)],
         clip_norm=[None, 0.05],
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_weigh_shares_of_unequal_rows_as_real_ones(
         self, make: Callable[[], Any], clip_norm: float | None
     ) -> None:
@@ -304,7 +304,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found[key], expected[key], 1e-5, 1e-5, msg=key)
 
     @parameterized.parameters(*LOSSES)
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_gradients_of_simulated_workers_add_up(self, name: str) -> None:
         self.assert_like_one_process(name)
 
@@ -313,6 +313,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             fitted("clipped", simulate.SimulatedStrategy(2))
 
     @parameterized.parameters("sum", "masked")
+    @pytest.mark.few(1)
     def test_so_they_do_where_they_are_compressed(self, name: str) -> None:
         self.assert_like_one_process(name, tf_dgc.DGCConfig(**NOTHING_LEFT_OUT))
 
@@ -383,7 +384,7 @@ class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
         momentum=[Momentum(0.9, False, 0.3), None],
         by=["allgather", "owners"],
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_does_not_depend_on_the_number_of_workers(
         self, simulated: bool, momentum: Momentum | None, by: str
     ) -> None:

@@ -192,6 +192,7 @@ class SubsetsTest(tf.test.TestCase):
             for a, b in zip(one, other, strict=True):
                 self.assertEqual(a.tobytes(), b.tobytes())
 
+    @pytest.mark.extended
     @hypothesis.settings(steady, max_examples=4)
     @hypothesis.given(cases())
     def test_so_it_is_in_graphs_and_of_simulated_workers(self, case: Case) -> None:
@@ -219,6 +220,7 @@ class SubsetsTest(tf.test.TestCase):
         # Bits may differ: sets that share a step may sample by the number before.
         close(again.flush().applied, reference(case._replace(workers=1)))
 
+    @pytest.mark.extended
     @steady
     @hypothesis.given(cases())
     def test_so_it_is_with_what_servers_are_given(self, case: Case) -> None:
@@ -255,6 +257,7 @@ class SubsetsTest(tf.test.TestCase):
             expected[i] = dense_momentum(case, i)
         close(total, expected)
 
+    @pytest.mark.extended
     @hypothesis.settings(steady, max_examples=8)
     @hypothesis.given(cases(), st.integers(1, 3))
     def test_so_it_is_with_averaged_parameters(self, case: Case, period: int) -> None:

@@ -185,12 +185,14 @@ class SettingsTest(tf.test.TestCase):
         self.assertEqual(config.allow, ("dense", "dgc"))
 
 
+@pytest.mark.long
 class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         ("dense", FAST, ("dense", "dgc")),
         ("dgc", SLOW, ("dense", "dgc")),
         ("averaging", Network(1e6, 1.0), ("dense", "dgc", "averaging")),
     )
+    @pytest.mark.few(1)
     def test_it_trains_as_what_it_has_chosen(
         self, expected: str, network: Network, allow: tuple[str, ...]
     ) -> None:

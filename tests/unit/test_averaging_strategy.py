@@ -54,6 +54,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
             np.testing.assert_array_equal(one, two)
 
     @parameterized.parameters({}, {"steps_per_execution": 3}, {"run_eagerly": True})
+    @pytest.mark.few(1)
     def test_alone_a_round_in_flight_changes_nothing(self, **compiled: Any) -> None:
         keras.utils.set_random_seed(1)
         expected = fit(tf.distribute.get_strategy(), epochs=2)
@@ -197,6 +198,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual([int(f) for f in strategy.round_stats()[:3]], [1, 64, 0])
 
     @parameterized.parameters("instance", "function", "settings")
+    @pytest.mark.few(1)
     def test_an_outer_optimizer_steps_as_keras_does(self, given: str) -> None:
         # Alone, the mean is one's own: the outer optimizer sees what a period changed.
         def make() -> keras.optimizers.Optimizer:

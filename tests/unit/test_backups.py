@@ -159,6 +159,7 @@ class Job:
         end_process(True)
 
 
+@pytest.mark.long
 class CrashTest(parameterized.TestCase, tf.test.TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -192,6 +193,7 @@ class CrashTest(parameterized.TestCase, tf.test.TestCase):
         ({"save_freq": 1}, [Crash]),
         ({}, [OSError, errno.ENOSPC, "No space left on device"]),
     )
+    @pytest.mark.few(1)
     def test_wherever_it_dies_it_goes_on_from_its_last_backup(
         self, settings: dict[str, Any], error: list[Any]
     ) -> None:

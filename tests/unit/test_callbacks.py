@@ -199,6 +199,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         (compressing, 12),
         (lambda: tf_dgc.DenseStrategy(transport="local"), 7),
     )
+    @pytest.mark.few(1)
     def test_a_job_that_was_killed_ends_as_one_that_was_not(
         self, make: Any, killed_at: int
     ) -> None:
@@ -213,6 +214,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(epochs, list(range(killed_at // 4, 5)))
 
     @parameterized.parameters((compressing, 7, 2), (averaging, 7, 2))
+    @pytest.mark.few(1)
     def test_a_job_that_was_killed_within_an_epoch_loses_few_steps(
         self, make: Any, killed_at: int, save_freq: int
     ) -> None:
@@ -416,6 +418,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(again, epochs[4:])
 
     @parameterized.parameters(True, False)
+    @pytest.mark.few(1)
     def test_one_that_dies_in_validation_decides_as_it_would_have(
         self, known: bool
     ) -> None:

@@ -683,7 +683,7 @@ class NumpyTwinTest(TwinCase):
     steps = 28
 
     @parameterized.named_parameters(*[named(c) for c in CELLS if is_quick(c)])
-    @pytest.mark.few(6)
+    @pytest.mark.few(5)
     def test_every_step_equals_the_twin(self, **cell: Any) -> None:
         self.compare(**cell)
 
@@ -704,7 +704,7 @@ class NumpyTwinOfCoarseValuesTest(TwinCase):
         ("Nesterov", True, True, False, 2, "log4"),
         ("none", False, False, True, 1, "log4"),
     )
-    @pytest.mark.few(6)
+    @pytest.mark.few(1)
     def test_every_step_equals_the_twin(self, *cell: Any) -> None:
         self.compare(*cell)
 
@@ -712,7 +712,6 @@ class NumpyTwinOfCoarseValuesTest(TwinCase):
 @pytest.mark.slow
 class NumpyTwinOfAllSettingsTest(TwinCase):
     @parameterized.named_parameters(*[named(c) for c in CELLS])
-    @pytest.mark.few(6)
     def test_every_step_equals_the_twin(self, **cell: Any) -> None:
         self.compare(**cell)
 

@@ -162,6 +162,7 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
         ("limited", lambda backup, chief: [chief_only(backup)]),
         ("given_to_the_chief", lambda backup, chief: [backup] if chief else []),
     )
+    @pytest.mark.few(1)
     def test_all_go_on_from_what_the_chief_has_backed_up(
         self, callbacks: Callable[[Any, bool], list[Any]]
     ) -> None:
@@ -208,7 +209,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         ("a.keras", "of models"),
         ("a.weights.h5", "weights"),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_all_workers_may_save_to_one_path_and_read_it_at_once(
         self, name: str, how: str
     ) -> None:
@@ -259,6 +260,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(list(self.folder.iterdir()), 2)
 
     @parameterized.parameters((True, "own"), (False, "of another"))
+    @pytest.mark.few(1)
     def test_what_the_chief_writes_stays(self, chief: bool, expected: str) -> None:
         path = self.folder / "a.keras"
         with files._replaced(path, chief) as temporary:

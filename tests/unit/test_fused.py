@@ -73,7 +73,7 @@ class BothWaysTest(parameterized.TestCase, tf.test.TestCase):
         (None, {"warmup_steps": 4, "warmup_stages": (0.3, 0.8)}, "float16", "bfloat16"),
         (Momentum(0.0, False), {"rate_correction": False}, "float32", "float16"),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_workers_send_and_apply_the_same(
         self, momentum: Any, settings: dict[str, Any], *dtypes: str
     ) -> None:
@@ -146,6 +146,7 @@ class FaultTest(parameterized.TestCase, tf.test.TestCase):
         (5, 0x7FC00000, "is damaged: values that are not finite"),
         (3, 5, "not in the same step of the same training"),
     )
+    @pytest.mark.few(1)
     def test_nothing_is_changed_by_a_message_that_is_damaged(
         self, place: int, word: int, what: str
     ) -> None:

@@ -256,7 +256,7 @@ class WholeStepsTest(parameterized.TestCase, tf.test.TestCase):
     CONFIG = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1, nonfinite="skip")
 
     @parameterized.parameters("plain", "accumulating", "scaled", "simulated", "horovod")
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_nothing_moves_in_a_step_that_is_left_out(self, kind: str) -> None:
         def make() -> Any:
             settings: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1}

@@ -182,6 +182,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
     @parameterized.parameters("a scalar", "an endpoint", "masks")
+    @pytest.mark.few(1)
     def test_what_is_added_to_a_loss_is_divided_alike(self, how: str) -> None:
         x, y = data(13)
         words = np.abs(np.round(2 * x)).astype("int32")  # 0 is masked
@@ -232,7 +233,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         ),
         run_eagerly=(False, True),
     )
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_gradients_that_a_step_divides_by_n_are_those_of_one_process(
         self, divide: Any, run_eagerly: bool
     ) -> None:

@@ -104,7 +104,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         workers=(1, 2, 4), outer=(None, (0.7, 0.9)), synchronous=(0, 4)
     )
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_it_is_what_the_papers_say(
         self, workers: int, outer: Any, synchronous: int
     ) -> None:
@@ -114,6 +114,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_close(found, expected)
 
     @parameterized.parameters(2, 3, 4)
+    @pytest.mark.few(1)
     def test_after_a_round_all_have_the_same_bits(self, workers: int) -> None:
         compression = DGCConfig(sparsity=0.9, min_elements=0)
         for settings in ({}, {"outer": (0.7, 0.9)}, {"compression": compression}):
@@ -158,6 +159,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_close(found, trained(3, 12, period=4), 1e-6)
 
     @parameterized.parameters(1, 2, 4)
+    @pytest.mark.few(1)
     def test_averaging_equal_parameters_changes_nothing(self, workers: int) -> None:
         # On three, the third of a sum may be off by the last bit, on all alike.
         def work(transport: Loopback) -> list[np.ndarray]:
@@ -176,7 +178,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
         dtype=["float16", "bfloat16"],
         settings=[{}, {"compression": DGCConfig(sparsity=0.0, min_elements=0)}],
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_the_mean_of_equal_parameters_of_16_bits_has_their_bits(
         self, dtype: str, settings: dict[str, Any]
     ) -> None:
@@ -205,6 +207,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllEqual(values, tf.cast(equal, tf.float32))
 
     @parameterized.parameters("float32", "float16", "sign")
+    @pytest.mark.few(1)
     def test_compression_loses_nothing(self, value_dtype: str) -> None:
         # Gradients that do not depend on where a worker is: what is not sent yet is
         # all that is missing.
@@ -326,7 +329,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         ("a decay", "SGD", {"error_decay": 0.9}, Combining(False, 0.9)),
         ("an outer optimizer", "Adam", {"outer_optimizer": keras.optimizers.SGD}, SUM),
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_changes_are_combined_by_what_made_them(
         self, name: str, settings: Any, expected: Combining
     ) -> None:
@@ -362,7 +365,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         ("auto", "auto", "auto", "allgather"),
         ("senders", "auto", "senders", "allgather"),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_means_over_senders_need_to_know_who_sent(
         self, combine: str, exchange: str, found: str, kind: str
     ) -> None:
@@ -703,7 +706,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         {"compression": DGCConfig(sparsity=0.9, min_elements=0)},
         {"period": "adaptive", "min_period": 2, "max_period": 5},
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_in_the_midst_of_a_period_it_continues_bit_for_bit(
         self, **settings: Any
     ) -> None:
@@ -814,7 +817,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(own, other)
 
     @parameterized.parameters((2, 3), (4, 2), (3, 1))
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_on_another_number_of_workers_all_begin_with_the_mean(
         self, before: int, after: int
     ) -> None:

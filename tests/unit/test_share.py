@@ -81,6 +81,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         return expected
 
     @parameterized.parameters(("SGD", 33, 3), ("Adam", 29, 3), ("SGD", 17, 2))
+    @pytest.mark.few(2)
     def test_every_batch_counts_as_in_one_process(
         self, optimizer: str, rows: int, workers: int
     ) -> None:
@@ -105,7 +106,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_like_one_process(work, workers)
 
     @parameterized.parameters("keras", "by N", "not", "compute_loss", "global", "sum")
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_a_loss_counts_as_it_is_divided(self, how: str) -> None:
         x, y = regression(8)
 
@@ -158,6 +159,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         ("SGD", {"global_clipnorm": 0.05}),
         ("SGD", {"clipvalue": 0.01, "gradient_accumulation_steps": 2}),
     )
+    @pytest.mark.few(1)
     def test_what_was_summed_is_clipped(
         self, optimizer: str, clips: dict[str, Any]
     ) -> None:
@@ -178,6 +180,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         {"clipnorm": 0.02}, {"global_clipnorm": 0.02}, {"clipvalue": 0.002}
     )
+    @pytest.mark.few(1)
     def test_rows_that_repeat_are_clipped_before_they_are_added_up(
         self, **clips: float
     ) -> None:
@@ -200,6 +203,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_like_one_process(work, 2, "dense", "averaging")
 
     @parameterized.parameters({"clipnorm": 1e-3}, {"global_clipnorm": 1e-3})
+    @pytest.mark.few(1)
     def test_an_outer_optimizer_clips_as_keras_does(self, **clips: float) -> None:
         x, y = regression(8)
         config = tf_dgc.AveragingConfig(
@@ -225,7 +229,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         "global", "norm", "value", "keras", "by norm", "exchange", "scaled"
     )
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_a_step_clips_the_gradients_of_all_rows(self, how: str) -> None:
         x, y = regression(9)
 
@@ -254,7 +258,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(work(None)[0], expected[0], 1e-3, 1e-3)
 
     @parameterized.product(how=["apart", "added", "moved"], summed=[False, True])
-    @pytest.mark.few(4)
+    @pytest.mark.few(3)
     def test_gradients_are_exchanged_that_come_after_those_of_all(
         self, how: str, summed: bool
     ) -> None:
@@ -439,7 +443,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertRegex(line, "of 'lost'.*strategy.flush")
 
     @parameterized.parameters("dense", "dgc", "averaging", "rounds")
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_a_learning_rate_of_ones_own_is_refused_on_all(self, name: str) -> None:
         x, y = regression(16)
 

@@ -69,6 +69,7 @@ class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
         form=[(7, 5, 2), (33, 10, 3), (8, 3, 4)],
         axis=[bands.ROWS, bands.COLUMNS],
     )
+    @pytest.mark.few(18)
     def test_they_are_parts_of_what_one_worker_draws(
         self, initializer: Any, form: tuple[int, int, int], axis: int
     ) -> None:
@@ -132,6 +133,7 @@ class TrialsTest(tf.test.TestCase):
 @pytest.mark.long
 class ModelTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(1, 2, 4)
+    @pytest.mark.few(1)
     def test_joined_is_what_was_split_bit_for_bit(self, workers: int) -> None:
         given = compiled(network())
         fit(given)
@@ -256,7 +258,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
         (3, "sparse_categorical_crossentropy", {"activation": "softmax"}, ()),
         (2, FROM_LOGITS, {"activation": "tanh"}, ()),  # which comes home
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_it_is_that_of_one_worker(self, workers: int, *case: Any) -> None:
         expected = self.fitted(False, *case)
         for found in in_scopes(workers, lambda _: self.fitted(True, *case)):
@@ -400,6 +402,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_alike(found, expected[0], 0.0)
 
     @parameterized.parameters(tf_dgc.DenseStrategy, tf_dgc.DGCStrategy)
+    @pytest.mark.few(1)
     def test_a_backup_of_as_many_workers_goes_on_bit_for_bit(self, make: Any) -> None:
         expected = self.trained(3, 2, make=make)
         with tempfile.TemporaryDirectory() as folder:

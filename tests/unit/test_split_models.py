@@ -63,6 +63,7 @@ class EqualTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllClose(one, other, 1e-5, 1e-5)
 
     @parameterized.parameters(2, 3, 4)
+    @pytest.mark.few(1)
     def test_in_a_chain_of_layers(self, workers: int) -> None:
         def make() -> keras.Model:
             return keras.Sequential(
@@ -237,6 +238,7 @@ class WaysTest(parameterized.TestCase, tf.test.TestCase):
         )
 
     @parameterized.parameters(("columns", "rows"), ("rows", "columns"))
+    @pytest.mark.few(1)
     def test_what_is_sent_is_what_is_counted_on(self, *by: str) -> None:
         inputs, middle, units, workers = 12, 8, 4, 2
 

@@ -134,7 +134,7 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose(trained(sparse, flush=True), dense, 1e-5, 1e-5)
 
     @parameterized.parameters("float32", "bfloat16", "mixed_bfloat16", "mixed_float16")
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_flush_keeps_constraints_in_any_type(self, policy: str) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
         strategy = tf_dgc.DGCStrategy(config, transport="local")
@@ -318,6 +318,7 @@ class OptimizersTest(parameterized.TestCase, tf.test.TestCase):
         (Weighted(0.1, momentum=0.9), None),
         *([(keras.optimizers.Muon(), None)] if _HAS_MUON else []),
     )
+    @pytest.mark.few(3)
     def test_the_step_is_taken_over_from_plain_sgd(
         self, optimizer: Any, expected: Momentum | None
     ) -> None:

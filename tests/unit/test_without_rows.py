@@ -101,6 +101,7 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(arrays, [1 - 0.1 * kernel, -0.1 * bias], 1e-5, 1e-5)
 
     @parameterized.parameters((2, 3), (3, 2))
+    @pytest.mark.few(1)
     def test_small_steps_count_by_the_rows_of_all(
         self, workers: int, steps: int
     ) -> None:
