@@ -15,16 +15,20 @@ Exit status: 0 if the fast and the default tier notice 9 of 10 faults or more, e
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # What each runs beside those before it; together they are what CI runs.
@@ -347,6 +351,8 @@ def main() -> int:
     )
     parser.add_argument("numbers", nargs="*", type=int, help="of faults, from 1 on")
     numbers = parser.parse_args().numbers or range(1, len(FAULTS) + 1)
+    import keras  # noqa: F401  # once for all
+
     with tempfile.TemporaryDirectory(prefix="tf_dgc-faults-") as name:
         copy = pathlib.Path(name)
         _copy_to(copy)
@@ -406,26 +412,55 @@ def files_of(fault: Fault) -> list[str]:
 
 def _noticed(copy: pathlib.Path, files: Sequence[str], marks: str) -> str:
     """Return the first of some tests that fails, or ""."""
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no"]
-    try:
-        done = subprocess.run(
-            [*pytest, "-p", "no:cacheprovider", "-m", marks, *files],
-            cwd=copy,
-            # Files of bytecode tell changes by seconds, and these follow one another.
-            env=os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
+    options = "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-m", marks
+    output = copy / "output.txt"
+    if (pid := os.fork()) == 0:
+        _run(copy, [*options, *files], output)
+    status = _wait(pid)
+    if status is None:
         return f"no end after {_SECONDS} s"
-    if done.returncode in (0, 5):  # 5: none of this tier
+    if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read_text(), re.MULTILINE)
     if found is None:
-        raise RuntimeError(f"pytest has ended strangely:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"pytest has ended by {status}:\n{output.read_text()}")
     return found[1].removeprefix("tests/")
+
+
+def _run(copy: pathlib.Path, arguments: list[str], output: pathlib.Path) -> None:
+    """Run pytest in a fork, which has TensorFlow, and the package not yet; end."""
+    os.setsid()
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    sys.path[:0] = [str(copy)]
+    # Files of bytecode tell changes by seconds, and these follow one another.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    with output.open("wb") as file, open(os.devnull, "rb") as nothing:
+        for stream, number in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(stream.fileno(), number)
+    status = 1
+    try:
+        status = pytest.main(arguments)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _wait(pid: int) -> int | None:
+    """Return the status of a fork, None where it does not end in time."""
+    deadline = time.monotonic() + _SECONDS
+    status = None
+    while status is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        ended, found = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            status = os.waitstatus_to_exitcode(found)
+    with contextlib.suppress(ProcessLookupError):  # nothing of it stays behind
+        os.killpg(pid, signal.SIGKILL)
+    if status is None:
+        os.waitpid(pid, 0)
+    return status
 
 
 if __name__ == "__main__":
