@@ -293,6 +293,7 @@ class TrafficTest(tf.test.TestCase):
         self.assertLen(counted, 1)
         return counted.pop()
 
+    @pytest.mark.extended
     def test_gradients(self) -> None:
         for workers, sparsity in ((3, 0.99), (2, 0.75), (8, 0.75)):
             with self.subTest(workers=workers, sparsity=sparsity):

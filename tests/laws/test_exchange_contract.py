@@ -102,14 +102,14 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(a.tobytes(), b.tobytes())
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_workers_have_the_same_bits_after_each_period(self, kind: str) -> None:
         one, two = self.on_workers(kind, lambda worker: worker.train(0, 1, 2, 3).values)
         self.assert_same_bits(one, two)
         self.assertTrue(any(np.any(value) for value in one))
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_gradients_keep_shapes_and_types(self, kind: str) -> None:
         def work(worker: Worker) -> list[tuple[Any, Any]]:
             update = worker.ledger.gradients(
@@ -121,7 +121,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(found, list(zip(SHAPES, DTYPES, strict=True)))
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_no_gradients_are_an_update_without_any(self, kind: str) -> None:
         def work(worker: Worker) -> list[Any]:
             return worker.ledger.gradients(worker.owner, [], []).gradients
@@ -130,7 +130,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(found, [])
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_owners_are_apart(self, kind: str) -> None:
         def work(worker: Worker) -> tuple[list[np.ndarray], list[np.ndarray]]:
             owner, variables = worker.another()
@@ -145,7 +145,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assert_same_bits(second, alone)
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_collectives_of_a_step_have_different_names(self, kind: str) -> None:
         def work(worker: Worker) -> list[tuple[str, str]]:
             transport: Any = worker.transport
@@ -162,7 +162,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertLen(set(names), len(names))
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_later_steps_are_not_traced_again(self, kind: str) -> None:
         worker = Worker(LocalTransport(), every_exchange()[kind]())
         traced = []
@@ -179,7 +179,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(traced, count)
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_a_restored_state_goes_on_as_if_it_had_never_stopped(
         self, kind: str
     ) -> None:
@@ -204,7 +204,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assert_same_bits(one, two)
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_flush_leaves_nothing_behind(self, kind: str) -> None:
         def work(worker: Worker) -> tuple[float, int]:
             worker.train(0, 1, 2, 3)
@@ -217,7 +217,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(norm, 0.0)
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_what_is_told_goes_with_the_owner(self, kind: str) -> None:
         def work(worker: Worker) -> tuple[int, int]:
             worker.train(0, 1)

@@ -107,7 +107,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(one, two)
 
     @parameterized.product(settings=SETTINGS, overlap=(1, 2, 4))
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_they_are_what_the_formulas_say(self, settings: Any, overlap: int) -> None:
         found = run_workers(
             2, lambda t: Worker(t, period=4, overlap=overlap, **settings).train(14)
@@ -118,7 +118,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllClose(own, wanted, 1e-4, 1e-4)
 
     @parameterized.parameters(*SETTINGS)
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_what_landed_has_the_same_bits_everywhere(self, **settings: Any) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, period=3, overlap=2, **settings)
@@ -157,7 +157,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same_bits([*at_once, *run_workers(2, lambda t: work(t, overlap=2))])
 
     @parameterized.product(settings=SETTINGS, steps=(5, 6, 7))
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_a_restored_flight_lands_as_if_it_had_never_been_saved(
         self, settings: Any, steps: int
     ) -> None:

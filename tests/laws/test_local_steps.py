@@ -170,7 +170,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             {"warmup_steps": 6, "warmup_stages": (0.75, 0.8)},
         ],
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_sent_and_kept_is_the_mean_of_what_all_would_step(
         self, name: str, settings: dict[str, Any]
     ) -> None:
@@ -208,7 +208,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(one.tobytes(), two.tobytes())
 
     @parameterized.parameters(*OPTIMIZERS)
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_where_all_is_sent_it_is_the_optimizer_on_one_worker(
         self, name: str
     ) -> None:
@@ -227,7 +227,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             {"value_dtype": "sign", "warmup_steps": 3, "warmup_stages": (0.0, 0.5)},
         ],
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_simulated_workers_have_the_same_bits(
         self, name: str, settings: dict[str, Any]
     ) -> None:

@@ -239,7 +239,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_conserved(case, case.run(config))
 
     @parameterized.parameters(*VALUE_DTYPES)
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_nothing_is_lost_of_any_value_type(self, value_dtype: str) -> None:
         case = Case()
         found = case.run(config_of(value_dtype=value_dtype))
@@ -247,7 +247,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertTrue(all(np.any(each.z) for each in found))
 
     @parameterized.product(value_dtype=VALUE_DTYPES, warmup_steps=[0, 3])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_workers_and_the_simulator_have_the_same_bits(
         self, value_dtype: str, warmup_steps: int
     ) -> None:
@@ -268,7 +268,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         workers=[2, 3], momentum=[None, Momentum(0.9, False), Momentum(0.5, True)]
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_are_as_numpy_computes_them(
         self, workers: int, momentum: Momentum | None
     ) -> None:
@@ -455,7 +455,7 @@ class DamageTest(parameterized.TestCase, tf.test.TestCase):
         (".message", -1, 10**6, "its header", "rank 1 is damaged: "),
         (".message", 5, 0x7FC00000, "values that are", "rank 1 is damaged: "),
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_nothing_is_changed_by_a_message_that_is_damaged(
         self, ending: str, place: int, word: int, what: str, whose: str
     ) -> None:

@@ -75,7 +75,7 @@ class LikeOneWorkerTest(LikeOneWorkerCase):
     @parameterized.parameters(
         "nesterov", "embedding", "last_batch_uneven", "a_saved_model_goes_on"
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_train_as_one_worker_where_nothing_is_left_out(self, name: str) -> None:
         self.assert_like_one_worker(name)
 
@@ -83,7 +83,7 @@ class LikeOneWorkerTest(LikeOneWorkerCase):
 @pytest.mark.slow
 class LikeOneWorkerInAllTest(LikeOneWorkerCase):
     @parameterized.named_parameters(*[(name, name) for name in LIKE_ONE])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_train_as_one_worker_where_nothing_is_left_out(self, name: str) -> None:
         self.assert_like_one_worker(name)
 
@@ -102,7 +102,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
             NOTHING_LEFT_OUT,
         ],
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_exchange_the_same_bits_as_real_ones(
         self, workers: int, momentum: Momentum | None, settings: dict[str, Any]
     ) -> None:
@@ -304,7 +304,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found[key], expected[key], 1e-5, 1e-5, msg=key)
 
     @parameterized.parameters(*LOSSES)
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_gradients_of_simulated_workers_add_up(self, name: str) -> None:
         self.assert_like_one_process(name)
 

@@ -271,7 +271,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         ("interleaved", lambda d: d.interleave(tf.data.Dataset.from_tensors), True),
         ("from_python", None, False),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_data_are_taken_up_where_they_were(self, change: Any, told: bool) -> None:
         rows = np.arange(24, dtype="float32").reshape(24, 1)
 

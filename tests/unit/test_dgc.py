@@ -683,7 +683,7 @@ class NumpyTwinTest(TwinCase):
     steps = 28
 
     @parameterized.named_parameters(*[named(c) for c in CELLS if is_quick(c)])
-    @pytest.mark.few(5)
+    @pytest.mark.few(4)
     def test_every_step_equals_the_twin(self, **cell: Any) -> None:
         self.compare(**cell)
 
@@ -699,10 +699,10 @@ class NumpyTwinTest(TwinCase):
 @pytest.mark.long
 class NumpyTwinOfCoarseValuesTest(TwinCase):
     @parameterized.parameters(
+        ("none", False, False, True, 1, "log4"),
         ("heavy-ball", True, False, True, 2, "sign"),
         ("heavy-ball", False, True, False, 1, "sign", False),
         ("Nesterov", True, True, False, 2, "log4"),
-        ("none", False, False, True, 1, "log4"),
     )
     @pytest.mark.few(1)
     def test_every_step_equals_the_twin(self, *cell: Any) -> None:
@@ -712,6 +712,7 @@ class NumpyTwinOfCoarseValuesTest(TwinCase):
 @pytest.mark.slow
 class NumpyTwinOfAllSettingsTest(TwinCase):
     @parameterized.named_parameters(*[named(c) for c in CELLS])
+    @pytest.mark.few(1)
     def test_every_step_equals_the_twin(self, **cell: Any) -> None:
         self.compare(**cell)
 

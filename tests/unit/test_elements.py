@@ -64,6 +64,7 @@ class SharedTest(parameterized.TestCase, tf.test.TestCase):
         ("first", 7, 2),
         ("first", OPEN, 2),
     )
+    @pytest.mark.few(3)
     def test_what_rows_share_goes_to_all_workers_whole(
         self, group: str, rows: int | None, size: int
     ) -> None:

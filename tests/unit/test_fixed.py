@@ -183,7 +183,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllEqual(sent(residual, step, known), expected)
 
     @parameterized.parameters(*FORMATS[:-1])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_is_read_as_by_lists_whatever_its_words_are(self, *form: Any) -> None:
         form, random = Format(*form), np.random.default_rng(0)
 

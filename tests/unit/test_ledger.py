@@ -181,7 +181,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         value_dtype=["float32", "float16", "bfloat16", "log4"], workers=[1, 2]
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_sent_plus_kept_is_what_was_accumulated(
         self, value_dtype: str, workers: int
     ) -> None:
@@ -934,7 +934,7 @@ class LawTest(parameterized.TestCase, tf.test.TestCase):
         return run_workers(workers, work)
 
     @parameterized.product(workers=[2, 3, 4], momentum=[None, MOMENTUM])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_workers_on_shards_equal_one_worker_on_the_whole_batch(
         self, workers: int, momentum: Momentum | None
     ) -> None:
@@ -953,7 +953,7 @@ class LawTest(parameterized.TestCase, tf.test.TestCase):
                     self.assertAllClose(weight, single, 1e-5, 1e-5, name)
 
     @parameterized.product(workers=[2, 4], value_dtype=["bfloat16", "sign", "log4"])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_all_workers_hold_the_same_bits(
         self, workers: int, value_dtype: str
     ) -> None:

@@ -50,7 +50,7 @@ def values(output: Any) -> list[Any]:
 
 class PredictTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(kind=list(OUTPUTS), rows=[7, 3, 2, 1])
-    @pytest.mark.few(12)
+    @pytest.mark.few(6)
     def test_all_rows_come_in_the_order_of_one_process(
         self, kind: str, rows: int
     ) -> None:

@@ -127,7 +127,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         ("mixed", 3, True),
         ("trackers", 2, False),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_what_a_step_tells_is_what_one_process_tells(
         self, how: str, workers: int, compressed: bool
     ) -> None:
@@ -233,7 +233,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         ),
         run_eagerly=(False, True),
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_gradients_that_a_step_divides_by_n_are_those_of_one_process(
         self, divide: Any, run_eagerly: bool
     ) -> None:

@@ -104,7 +104,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         workers=(1, 2, 4), outer=(None, (0.7, 0.9)), synchronous=(0, 4)
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_it_is_what_the_papers_say(
         self, workers: int, outer: Any, synchronous: int
     ) -> None:
@@ -329,7 +329,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
         ("a decay", "SGD", {"error_decay": 0.9}, Combining(False, 0.9)),
         ("an outer optimizer", "Adam", {"outer_optimizer": keras.optimizers.SGD}, SUM),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_changes_are_combined_by_what_made_them(
         self, name: str, settings: Any, expected: Combining
     ) -> None:

@@ -71,7 +71,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         return run_workers(workers, work)
 
     @parameterized.product(workers=[1, 3], saved_at=[1, 5], early=[True, False])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_goes_on_as_if_it_had_never_stopped(
         self, workers: int, saved_at: int, early: bool
     ) -> None:
@@ -95,7 +95,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             )
 
     @parameterized.parameters((1, 2), (2, 1), (2, 4), (3, 3), (3, 2), (4, 1))
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_on_another_number_of_workers_the_sum_stays(
         self, before: int, after: int
     ) -> None:

@@ -81,7 +81,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         return expected
 
     @parameterized.parameters(("SGD", 33, 3), ("Adam", 29, 3), ("SGD", 17, 2))
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_every_batch_counts_as_in_one_process(
         self, optimizer: str, rows: int, workers: int
     ) -> None:
@@ -106,7 +106,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_like_one_process(work, workers)
 
     @parameterized.parameters("keras", "by N", "not", "compute_loss", "global", "sum")
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_a_loss_counts_as_it_is_divided(self, how: str) -> None:
         x, y = regression(8)
 
@@ -229,7 +229,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         "global", "norm", "value", "keras", "by norm", "exchange", "scaled"
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_a_step_clips_the_gradients_of_all_rows(self, how: str) -> None:
         x, y = regression(9)
 
@@ -258,7 +258,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(work(None)[0], expected[0], 1e-3, 1e-3)
 
     @parameterized.product(how=["apart", "added", "moved"], summed=[False, True])
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_gradients_are_exchanged_that_come_after_those_of_all(
         self, how: str, summed: bool
     ) -> None:

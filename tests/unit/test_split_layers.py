@@ -69,7 +69,7 @@ class FirstValuesTest(parameterized.TestCase, tf.test.TestCase):
         form=[(7, 5, 2), (33, 10, 3), (8, 3, 4)],
         axis=[bands.ROWS, bands.COLUMNS],
     )
-    @pytest.mark.few(18)
+    @pytest.mark.few(9)
     def test_they_are_parts_of_what_one_worker_draws(
         self, initializer: Any, form: tuple[int, int, int], axis: int
     ) -> None:
@@ -200,7 +200,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(in_scopes(1, work, make), [((6, 4), None)])
 
     @parameterized.product(by=["columns", "rows"], workers=[2, 4])
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_its_gradient_is_that_of_dense(self, by: str, workers: int) -> None:
         kernel = np.random.default_rng(2).normal(size=(6, 7)).astype("float32")
 

@@ -62,6 +62,7 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         lambda: tf_dgc.DGCStrategy(tf_dgc.DGCConfig(min_elements=1), transport="local"),
         lambda: tf_dgc.ParameterAveragingStrategy(transport="local"),
     )
+    @pytest.mark.few(1)
     def test_a_step_is_traced_once(self, make: Any) -> None:
         strategy = make()
         with strategy.scope():
@@ -318,7 +319,7 @@ class OptimizersTest(parameterized.TestCase, tf.test.TestCase):
         (Weighted(0.1, momentum=0.9), None),
         *([(keras.optimizers.Muon(), None)] if _HAS_MUON else []),
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(2)
     def test_the_step_is_taken_over_from_plain_sgd(
         self, optimizer: Any, expected: Momentum | None
     ) -> None:

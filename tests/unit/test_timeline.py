@@ -109,6 +109,7 @@ def train(transport: Any, kind: str, own: list[Any], eager: bool = False) -> Any
 
 class FitTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(kind=sorted(KINDS), eager=[False, True])
+    @pytest.mark.few(1)
     def test_steps_are_those_without_it_and_nothing_stays(
         self, kind: str, eager: bool
     ) -> None:
