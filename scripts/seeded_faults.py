@@ -421,10 +421,12 @@ def _noticed(copy: pathlib.Path, files: Sequence[str], marks: str) -> str:
         return f"no end after {_SECONDS} s"
     if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read_text(), re.MULTILINE)
+    found = re.search(
+        r"^(?:SUB)?(?:FAILED|ERROR)\b.*?tests/(\S+)", output.read_text(), re.MULTILINE
+    )
     if found is None:
         raise RuntimeError(f"pytest has ended by {status}:\n{output.read_text()}")
-    return found[1].removeprefix("tests/")
+    return found[1]
 
 
 def _run(copy: pathlib.Path, arguments: list[str], output: pathlib.Path) -> None:
