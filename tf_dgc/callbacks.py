@@ -291,18 +291,6 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         elif self.params.get("verbose"):
             _host.keras.say(f"tf_dgc: training goes on {_after(position)}")
 
-    def _tell_other_data(self, folder: pathlib.Path, before: int | None) -> None:
-        """Warn where epochs have other numbers of steps than those of the backup."""
-        now = self.params.get("steps")
-        if before is not None and now and before != now:
-            _logger.warning(
-                "The data, or the size of batches, are not those of the backup in %s: "
-                "its epochs have %d steps, those of this `fit` %d",
-                folder,
-                before,
-                now,
-            )
-
     def _claim(self, strategy: BaseStrategy) -> None:
         """Become the owner of the folder, and tell this `fit` from others."""
         owner, transport = self._owner(strategy), strategy.transport
@@ -331,7 +319,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
 
         saved, weights, rest, found = saving.together(strategy.transport, subject, look)
         if strategy.is_chief:
-            self._tell_other_data(folder, found.steps)
+            _tell_other_data(folder, found, self.params.get("steps"))
         slots = {"slots of optimizers": found.optimizers}
         handshake.agree(strategy.transport, f"backup in {folder}", slots)
         told = {"stopped": found.stopped}  # of a worker that has, all were to end
@@ -536,6 +524,23 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 "everywhere to begin anew."
             )
         return backups.of_number(max(common)) if common else None
+
+
+def _tell_other_data(
+    folder: pathlib.Path, before: remembered.Remembered, steps: int | None
+) -> None:
+    """Warn where epochs have other numbers of steps, or data of rows, than before."""
+    sizes, told = remembered.sizes_now(), ""
+    if before.steps is not None and steps and before.steps != steps:
+        told = f"its epochs have {before.steps} steps, those of this `fit` {steps}"
+    elif before.sizes and sizes and list(before.sizes) != sizes:
+        told = f"they have {sizes} rows, and had {list(before.sizes)}"
+    if told:
+        _logger.warning(
+            "The data, or the size of batches, are not those of the backup in %s: %s",
+            folder,
+            told,
+        )
 
 
 def _after(position: backups.Position) -> str:

@@ -666,6 +666,29 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
             self.fit_small(4, 2)
         self.assertIn("epochs have 3 steps, those of this `fit` 2", logs.output[0])
 
+    def test_data_of_other_rows_in_as_many_steps_are_told(self) -> None:
+        def fit(rows: int, as_dataset: bool) -> None:
+            with tf_dgc.DenseStrategy(transport="local").scope():
+                model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            data: Any = np.ones([rows, 2], "float32"), np.ones([rows, 1], "float32")
+            if as_dataset:
+                batches = tf.data.Dataset.from_tensor_slices(data).shuffle(9).batch(4)
+                data = (batches,)
+            folder = f"{self.backup}/{as_dataset}"
+            options = {} if as_dataset else {"batch_size": 4}
+            backup = callbacks.BackupState(folder, delete_checkpoint=False)
+            model.fit(*data, verbose=0, callbacks=[backup], **options)
+
+        for as_dataset in (False, True):
+            fit(15, as_dataset)
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                fit(15, as_dataset)
+            self.assertNotIn("rows", "".join(logs.output))
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                fit(13, as_dataset)
+            self.assertIn("they have [13] rows, and had [15]", "".join(logs.output))
+
     def test_a_variable_of_another_shape_is_named_without_its_values(self) -> None:
         self.fit_small(4, 3)
         with self.assertRaises(ValueError) as caught:

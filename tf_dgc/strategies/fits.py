@@ -9,7 +9,7 @@ import multiprocessing.dummy
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -27,6 +27,7 @@ class Run(NamedTuple):
     thread: threading.Thread
     several: bool  # whether several workers take part
     epochs: int = 1  # of a `fit`
+    sizes: Sequence[int] = ()  # of the sources of its data, as far as they are known
 
 
 _DIFFERS = re.compile(
@@ -100,8 +101,32 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
     """Note a `fit`."""
     given = kwargs.get("epochs", args[3] if len(args) > 3 else 1)
     epochs = given - kwargs.get("initial_epoch", 0)
-    with _noted("fit", model, epochs):
+    sizes = _sizes_of(kwargs.get("x", args[0] if args else None))
+    with _noted("fit", model, epochs, sizes):
         return original(model, *args, **kwargs)
+
+
+def _sizes_of(given: Any) -> list[int]:
+    """Return how many rows, or elements, the sources of data have.
+
+    Args:
+        given: arrays or tensors in any structure, or a dataset; nothing is known of
+            anything else, and of sources that end somewhere.
+    """
+    if _host.distribute.is_distributed(given):
+        return []
+    if isinstance(given, tf.data.Dataset):
+        if sources := _host.tensorflow.inputs_of(given):
+            return [size for each in sources for size in _sizes_of(each)]
+        size = int(given.cardinality())
+        return [size] if size >= 0 else []
+    try:
+        flat = tf.nest.flatten(given, expand_composites=True)
+    except (TypeError, ValueError):
+        return []
+    arrays = [part for part in flat if hasattr(part, "__array__")]
+    shapes = [tuple(getattr(part, "shape", ())) for part in arrays[:1]]
+    return [int(shape[0]) for shape in shapes if shape]
 
 
 def evaluate(
@@ -119,7 +144,9 @@ def predict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
 
 
 @contextlib.contextmanager
-def _noted(what: str, model: keras.Model, epochs: int = 1) -> Iterator[None]:
+def _noted(
+    what: str, model: keras.Model, epochs: int = 1, sizes: Sequence[int] = ()
+) -> Iterator[None]:
     """Note a run; refuse one beside that of another thread.
 
     Raises:
@@ -130,7 +157,7 @@ def _noted(what: str, model: keras.Model, epochs: int = 1) -> Iterator[None]:
         yield
         return
     several = share_of(strategy) is not None
-    run = Run(what, model, threading.current_thread(), several, epochs)
+    run = Run(what, model, threading.current_thread(), several, epochs, sizes)
     with _entering:
         others = [each for each in _running if each.thread is not run.thread]
         # Workers of a transport between threads are apart.

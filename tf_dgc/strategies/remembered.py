@@ -15,10 +15,12 @@ import numpy as np
 
 from tf_dgc import _host
 from tf_dgc.exchanges import state_files
+from tf_dgc.strategies import fits
 from tf_dgc.transports import handshake
 
 TEXT = "remembered"
-_OF_FIT = "epochs", "logs", "stopped", "steps"  # which older files do not have
+# Which older files do not have.
+_OF_FIT = "epochs", "logs", "stopped", "steps", "sizes"
 
 
 class Remembered(NamedTuple):
@@ -30,6 +32,7 @@ class Remembered(NamedTuple):
     logs: Mapping[str, Sequence[float | None]] = {}  # of these epochs, by name
     stopped: bool = False  # whether a callback has stopped training
     steps: int | None = None  # of an epoch, where that is known
+    sizes: Sequence[int] = ()  # of the sources of the data, as far as they are known
 
 
 def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndarray]:
@@ -55,6 +58,7 @@ def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndar
         "logs": logs,
         "stopped": bool(getattr(model, "stop_training", False)),
         "steps": _steps_of(callbacks),
+        "sizes": sizes_now(),
     }
     arrays[TEXT] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     return arrays
@@ -106,6 +110,7 @@ def _check_history(found: Remembered) -> None:
     values = [value for log in found.logs.values() for value in log]
     whole = all(type(epoch) is int and epoch >= 0 for epoch in found.epochs)
     flags = type(found.stopped) is bool and type(found.steps) in (int, type(None))
+    whole = whole and all(type(size) is int for size in found.sizes)
     if not whole or not all(map(_is_plain, values)) or not flags:
         raise ValueError(f"logs of epochs {found.epochs} are {found.logs}")
 
@@ -114,6 +119,12 @@ def _steps_of(callbacks: Iterable[Any]) -> int | None:
     """Return how many steps an epoch of the `fit` of callbacks has."""
     told = [(getattr(each, "params", None) or {}).get("steps") for each in callbacks]
     return next((int(steps) for steps in told if steps), None)
+
+
+def sizes_now() -> list[int]:
+    """Return how many rows the sources have of the data of the `fit` that runs."""
+    run = fits.current()
+    return [] if run is None else list(run.sizes)
 
 
 def restore(
