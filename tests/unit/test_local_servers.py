@@ -114,6 +114,73 @@ class CallbacksTest(parameterized.TestCase):
             self.assertEqual(rows.shape, [2, WIDTH])
 
 
+class Gathering(keras.Sequential):
+    """Compares the rows that it gathers with one another."""
+
+    def train_step(self, given: Any) -> Any:
+        x, _ = given
+        with tf.GradientTape() as tape:
+            rows = tf.distribute.get_replica_context().all_gather(self(x), 0)
+            loss = tf.reduce_mean(tf.matmul(rows, rows, transpose_b=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"seen": loss}
+
+
+class Scaled(keras.layers.Layer):
+    """Has a variable of TensorFlow, which Keras does not make."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = tf.Variable(tf.ones([3]))
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class Late(keras.Model):
+    """Makes a variable of TensorFlow while its first step is traced."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.scaled, self.dense = Scaled(), layers[-1]
+
+    def call(self, x: Any) -> Any:
+        return self.dense(self.scaled(x))
+
+    def train_step(self, given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self(given[0]))
+        variables = [*self.trainable_variables, self.scaled.scale]
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"seen": loss}
+
+
+@pytest.mark.long
+class StepsTest(parameterized.TestCase):
+    def model(self, strategy: Any, kind: type[Any]) -> Any:
+        with strategy.scope():
+            model = kind([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+        return model
+
+    def test_a_loss_of_rows_that_are_gathered_has_a_gradient_on_any_worker(
+        self,
+    ) -> None:
+        x = np.ones([8, 3], "float32")
+        with local_servers.Job(workers=2) as job:
+            for rank in range(2):
+                model = self.model(job.worker(rank), Gathering)
+                model.fit(x, x, batch_size=4, verbose=0)
+                self.assertTrue(np.isfinite(model.get_weights()[0]).all())
+
+    def test_a_variable_without_a_value_is_named(self) -> None:
+        x = np.ones([8, 3], "float32")
+        with local_servers.Job(workers=1) as job:
+            model = self.model(job.worker(0), Late)
+            with self.assertRaisesRegex(ValueError, "while the first step is traced"):
+                model.fit(x, x, verbose=0)
+
+
 def ones(strategy: Any) -> keras.Model:
     """Return a model whose loss has a gradient of -1 for each element, by SGD(1)."""
 

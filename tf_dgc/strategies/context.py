@@ -20,7 +20,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     """The seam: sees an optimizer's gradients together with their variables."""
 
     def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy, replica_id_in_sync_group=strategy.rank)
+        # Beside servers a worker is the only replica: it meets no other in a step.
+        number = strategy.transport.rank
+        super().__init__(strategy, replica_id_in_sync_group=number)
         self._pending: list[Any] = []
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

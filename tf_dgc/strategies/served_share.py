@@ -160,7 +160,8 @@ class ServedShare(Share):
         return super().run(model, method, args, step)
 
     def note_meeting(self, tensor: Any) -> None:
-        """Note nothing: what a script reduces is of this worker alone."""
+        """Tell that what a script gathers or reduces is of this worker alone."""
+        self.warnings.met_nobody()
 
     def agree_on_logs(
         self,

@@ -62,6 +62,7 @@ class ServedTraining(Exchanging):
             self._core.extended.refuse_foreign(variable)
         momentum = optimizers.momentum_of(optimizer, 1.0, variables)
         with tf.init_scope():
+            _refuse_without_values(variables)
             tables = [v.name for v in variables if isinstance(v, Table)]
             optimizers.refuse_unselected(optimizer, self._make.config, tables)
             workers = self._make.members.workers
@@ -132,3 +133,17 @@ class ServedTraining(Exchanging):
                 tf.cond(gives, twins.give, lambda: None)
                 succession.tell()
             super().exchange_and_update(optimizer, used, learning_rate, push)
+
+
+def _refuse_without_values(variables: Sequence[Any]) -> None:
+    """Raise ValueError where variables have no values yet, which servers begin with."""
+    for variable in variables:
+        if isinstance(variable, Table):
+            continue
+        if not tf.raw_ops.VarIsInitializedOp(resource=variable.handle):
+            raise ValueError(
+                f"The variable {variable.name!r} is made while the first step is "
+                "traced, and has no value before that is run, which the servers are to "
+                "begin with. Make it before: in `__init__`, or by calling the model "
+                "once before `fit`"
+            )

@@ -30,6 +30,7 @@ class StepWarnings:
         """
         self._transport = transport
         self._warnings: set[str] = set()
+        self._has_met_nobody = False
         # Models whose metrics were looked at, eagerly.
         self._counted: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
@@ -116,6 +117,17 @@ class StepWarnings:
                 "at another place. Move the weights by gradients of all rows, which "
                 "`tf.distribute.get_strategy().exchange(gradients)` returns"
             )
+
+    def met_nobody(self) -> None:
+        """Warn of a step that gathers, or reduces, what this worker has alone."""
+        if self._has_met_nobody:
+            return  # a gradient reduces what was gathered
+        self._has_met_nobody, line = True, _host.operations.own_line()
+        self.say(
+            f"`all_gather` and `all_reduce` in a step{f', at {line},' * bool(line)} "
+            "return what this worker has alone: beside servers workers do not meet "
+            "there. One process has the rows of all; use DenseStrategy"
+        )
 
     def what_does_not_add_up(
         self, step: Step, writes: Callable[[], list[_host.operations.Write]]
