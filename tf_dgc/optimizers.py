@@ -126,7 +126,7 @@ def check_model(model: keras.Model, strategy: Any) -> None:
 def leave_out_whole_steps(
     optimizer: keras.optimizers.Optimizer,
     transport: Transport,
-    weigh: Callable[[list[Any], Sequence[Any], Any], Sequence[Any]] | None = None,
+    weigh: Callable[..., contextlib.AbstractContextManager[Any]] | None = None,
 ) -> None:
     """Let `optimizer.apply` do nothing at all where some worker's gradient is bad.
 
@@ -137,8 +137,8 @@ def leave_out_whole_steps(
         optimizer: as it is being made, too. One that scales the loss is left as it is:
             it looks for overflow by itself, and the one within does not see it.
         transport: to the other workers.
-        weigh: takes gradients, variables and an optimizer, and returns gradients as
-            they count.
+        weigh: takes gradients, variables and an optimizer, and returns a context with
+            gradients as they count, in which they are applied.
     """
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scales or "apply" in vars(optimizer):
@@ -151,16 +151,19 @@ def leave_out_whole_steps(
             trainable_variables = list(trainable_variables)
             with keras.name_scope(own.name, caller=own):
                 own.build(trainable_variables)
-        if weigh is not None:  # what is computed without rows counts nothing
-            variables = trainable_variables or _host.keras.variables_of(own)
-            grads = weigh(list(grads), variables, own)
-        bad = first_nonfinite([g for g in grads if g is not None])
-        (votes,) = transport.all_reduce([tf.cast(bad > 0, tf.int32)], "whole_step")
-        tf.cond(
-            votes == 0,
-            lambda: original(own, grads, trainable_variables),
-            lambda: None,
-        )
+        with contextlib.ExitStack() as stack:
+            if weigh is not None:  # what is computed without rows counts nothing
+                variables = trainable_variables or _host.keras.variables_of(own)
+                weighed = weigh(list(grads), variables, own)
+                grads = stack.enter_context(weighed)
+            bad = first_nonfinite([g for g in grads if g is not None])
+            found = [tf.cast(bad > 0, tf.int32)]
+            (votes,) = transport.all_reduce(found, "whole_step")
+            tf.cond(
+                votes == 0,
+                lambda: original(own, grads, trainable_variables),
+                lambda: None,
+            )
 
     optimizer.apply = apply
 

@@ -34,11 +34,28 @@ def in_scopes(make: Any, work: Any, size: int = 2) -> list[Any]:
     return run_workers(size, run)
 
 
+class Clipping(keras.Sequential):
+    """Clips the gradients of every other step."""
+
+    def train_step(self, given: Any) -> Any:
+        x, y = given
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.optimizer.iterations % 2 == 0:
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
 @pytest.mark.long
 class AveragingTest(parameterized.TestCase, tf.test.TestCase):
-    def trained(self, steps: int | None = None, epochs: int = 1) -> list[np.ndarray]:
+    def trained(
+        self, steps: int | None = None, epochs: int = 1, loss: Any = "mse"
+    ) -> list[np.ndarray]:
         x, y = data()
-        model = keras.Sequential(
+        kind = Clipping if loss == "clipped" else keras.Sequential
+        model = kind(
             [
                 keras.Input((4,)),
                 keras.layers.BatchNormalization(),
@@ -47,9 +64,16 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
         )
         model.layers[0].trainable = False
         sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
-        model.compile(sgd, "mse", run_eagerly=True)
+        if loss == "sum":
+            loss = keras.losses.MeanSquaredError(reduction="sum")
+        elif loss == "clipped":
+            loss = None
+        elif loss == "root":
+            loss = lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)))  # noqa: E731
+        model.compile(sgd, loss, run_eagerly=True)
         fit = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        model.fit(x, y, epochs=epochs, **fit)
+        for _ in range(epochs):  # what was added up is there in the next `fit`
+            model.fit(x, y, **fit)
         return model.get_weights()
 
     def test_who_has_no_rows_is_left_out_of_the_mean(self) -> None:
@@ -100,12 +124,15 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
             arrays = [w for w in found if w.shape in ((4, 3), (3,))]
             self.assertAllClose(arrays, [1 - 0.1 * kernel, -0.1 * bias], 1e-5, 1e-5)
 
-    @parameterized.parameters((2, 3), (3, 2))
-    @pytest.mark.few(1)
+    @parameterized.parameters(
+        *((2, 3, "mse"), (3, 2, "mse"), (2, 2, "sum"), (2, 3, "root")),
+        (2, 2, "clipped"),
+    )
+    @pytest.mark.few(3)
     def test_small_steps_count_by_the_rows_of_all(
-        self, workers: int, steps: int
+        self, workers: int, steps: int, loss: str
     ) -> None:
-        expected = self.trained(steps, epochs=2)
+        expected = self.trained(steps, 2, loss)
 
         def dgc(transport: Loopback) -> Any:
             config = tf_dgc.DGCConfig(
@@ -113,8 +140,8 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
             )
             return tf_dgc.DGCStrategy(config, transport=transport)
 
-        for make in (dense, dgc):
-            work = lambda: self.trained(steps, epochs=2)  # noqa: E731
+        for make in (dense,) if loss == "clipped" else (dense, dgc):
+            work = lambda: self.trained(steps, 2, loss)  # noqa: E731
             for found in in_scopes(make, work, workers):
                 self.assertAllClose(found, expected, 1e-5, 1e-5)
 

@@ -416,17 +416,25 @@ def momentums_of(
     return () if any(slot is None for slot in found) else found
 
 
+def added_up_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Return the sums of a worker's own gradients that an optimizer has not applied.
+
+    keras/src/optimizers/base_optimizer.py: BaseOptimizer._accumulated_gradients.
+    """
+    return list(getattr(optimizer, "_accumulated_gradients", []))
+
+
 def movable_slots_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Return what an optimizer keeps of its training, wherever that is.
 
     Not its counter of steps, its learning rate, and the gradients that a worker adds up
-    by itself. keras/src/optimizers/base_optimizer.py: BaseOptimizer._iterations,
-    _learning_rate and _accumulated_gradients.
+    by itself. keras/src/optimizers/base_optimizer.py: BaseOptimizer._iterations and
+    _learning_rate.
     """
     own = [
         optimizer._iterations,
         getattr(optimizer, "_learning_rate", None),
-        *getattr(optimizer, "_accumulated_gradients", []),
+        *added_up_by(optimizer),
     ]
     known = {id(each) for each in own}
     return [v for v in optimizer.variables if id(v) not in known]

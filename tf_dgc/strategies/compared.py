@@ -22,7 +22,8 @@ def take_over(
 ) -> tuple[list[str], list[int]]:
     """Give all workers the chief's values of what differs, eagerly; all call this.
 
-    Left out are metrics, which count the rows of each, and parts of split layers.
+    Left out are metrics, which count the rows of each, gradients that optimizers add up
+    over steps, and parts of split layers.
     Models of other forms are left to the comparison of what is trained.
 
     Args:
@@ -76,7 +77,8 @@ def _variables_of(model: keras.Model) -> list[Any]:
     """Return the variables of a model and its optimizers that all have alike."""
     optimizers = _host.keras.optimizers_of(model)
     every = [v for owner in (model, *optimizers) for v in owner.variables]
-    counted = {id(variable) for variable in model.metrics_variables}
+    own = [v for each in optimizers for v in _host.keras.added_up_by(each)]
+    counted = {id(variable) for variable in (*model.metrics_variables, *own)}
     found = {id(v): v for v in every if id(v) not in counted and _is_alike(v)}
     return list(found.values())
 

@@ -1,8 +1,9 @@
 """Inside of a strategy: what this package needs of it, and users do not."""
 
 import atexit
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -86,13 +87,17 @@ class Inner:
             transport = self.core.transport
             optimizers.leave_out_whole_steps(optimizer, transport, self._weighed)
 
+    @contextlib.contextmanager
     def _weighed(
         self, gradients: list[Any], variables: Sequence[Any], optimizer: Any
-    ) -> Sequence[Any]:
-        """Return gradients as they count in the step that runs."""
+    ) -> Iterator[Sequence[Any]]:
+        """Yield gradients as they count in the step that runs, to be applied."""
         if (share := self.core.share) is None:
-            return gradients
-        return share.weights.applied(gradients, variables, optimizer)
+            yield gradients
+            return
+        found = share.weights.applied(gradients, variables, optimizer)
+        with share.weights.taken():
+            yield found
 
     def own_state(self, model: keras.Model | None) -> list[Record]:
         """Return what `save_state` writes of this worker, eagerly; not collective.

@@ -12,7 +12,8 @@ count when it takes them: they are weighed before, by N * n / sum of n, and then
 alike.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -21,9 +22,9 @@ import tensorflow as tf
 from tf_dgc import _host, bands, values
 from tf_dgc.exchanges import Part
 from tf_dgc.strategies import replicas
-from tf_dgc.strategies.current import Current, parts_of
+from tf_dgc.strategies.current import Current, Step, parts_of
 from tf_dgc.strategies.early import Early
-from tf_dgc.strategies.losses import BY_ROWS, SUMMED, WEIGHED
+from tf_dgc.strategies.losses import SUMMED, WEIGHED
 from tf_dgc.strategies.rows import Rows, SmallSteps
 from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport
@@ -56,6 +57,16 @@ class GradientWeights:
         self._transport, self._current = transport, current
         self._rows, self._early, self._at_once = rows, early, at_once
         self._small_steps, self._local = small_steps, local
+        self._are_taken = False
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Leave gradients alone that `applied` has returned, in this context."""
+        before, self._are_taken = self._are_taken, True
+        try:
+            yield
+        finally:
+            self._are_taken = before
 
     # Gradients.
 
@@ -75,7 +86,7 @@ class GradientWeights:
             optimizer: that applies them, or adds them up.
         """
         step = self._current.step
-        if step.model is None:
+        if step.model is None or self._are_taken:
             return gradients
         if step.losses is not None:
             parts = [part for gradient in gradients for part in parts_of(gradient)]
@@ -85,22 +96,12 @@ class GradientWeights:
             step.applied.append(_host.operations.own_line())
         gradients = [self._undivided(gradient) for gradient in gradients]
         gradients = self._of_one_way(gradients, variables)
+        if step.may_be_empty:
+            present = ~self._rows.empty
+            gradients = _zero_unless(present, gradients, variables, step)
         if _accumulates(optimizer) and not self._local:
-            gradients = self._weighed_by_rows(gradients, variables)
-        if not step.may_be_empty:
-            return gradients
-        empty = self._rows.empty
-
-        def or_zero(gradient: Any) -> Any:
-            if isinstance(gradient, tf.IndexedSlices):
-                values = or_zero(gradient.values)
-                return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-            return tf.where(empty, tf.zeros_like(gradient), gradient)
-
-        return [
-            g if g is None or bands.is_split(v) or step.is_done([v]) else or_zero(g)
-            for g, v in zip(gradients, variables, strict=True)
-        ]
+            gradients = self._alike(gradients, variables)
+        return gradients
 
     def _undivided(self, gradient: Any) -> Any:
         """Return a gradient that a step has divided by N as one process has it."""
@@ -134,28 +135,28 @@ class GradientWeights:
             for g, way in zip(gradients, ways, strict=True)
         ]
 
-    def _weighed_by_rows(
+    def _alike(
         self, gradients: Sequence[Any], variables: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return gradients that count alike, of which steps can be added up."""
+        """Return gradients that count alike in all steps, so that they can be added."""
         step = self._current.step
-        by_rows = [step.way_of(variable) == BY_ROWS for variable in variables]
-        pairs = zip(variables, by_rows, strict=True)
-        step.ways |= {id(_host.keras.plain(v)): WEIGHED for v, own in pairs if own}
-        return [
-            values.scaled(g, self._transport.size * self._rows.own_share())
-            if own and g is not None and not bands.is_split(v)
-            else g
-            for g, v, own in zip(gradients, variables, by_rows, strict=True)
+        found = [
+            g if bands.is_split(v) else self.converted(g, step.way_of(v), WEIGHED)
+            for g, v in zip(gradients, variables, strict=True)
         ]
+        step.ways |= {id(_host.keras.plain(v)): WEIGHED for v in variables}
+        return found
 
     def converted(self, gradient: Any, way: str, to: str) -> Any:
         """Return a gradient that becomes one with those of others in another way."""
         if gradient is None or way == to or self._local:
             return gradient
-        share = self._rows.own_share()
-        by = share if to == SUMMED else tf.math.divide_no_nan(1.0, share)
-        return values.scaled(gradient, by)
+        counts = {SUMMED: 1.0, WEIGHED: 1.0 / self._transport.size}
+        own, other = (
+            tf.constant(counts[each]) if each in counts else self._rows.own_share()
+            for each in (way, to)
+        )
+        return values.scaled(gradient, tf.math.divide_no_nan(own, other))
 
     def all_finite(
         self, finite: tf.Tensor, gradients: Sequence[Any], variables: Sequence[Any]
@@ -223,6 +224,18 @@ class GradientWeights:
         if WEIGHED in ways:
             return Part(rate, one, 1)
         return Part(rate, self._rows.weight(), 1)
+
+
+def _zero_unless(
+    present: tf.Tensor, gradients: Sequence[Any], variables: Sequence[Any], step: Step
+) -> list[Any]:
+    """Return gradients that are zero where there were no rows to compute them."""
+    return [
+        g
+        if g is None or bands.is_split(v) or step.is_done([v])
+        else values.zero_unless(present, g)
+        for g, v in zip(gradients, variables, strict=True)
+    ]
 
 
 def _accumulates(optimizer: Any) -> bool:
