@@ -155,6 +155,7 @@ class DieEarlyTest(_Elastic):
 del _Committed, _Elastic
 
 
+@pytest.mark.long
 class SharesTest(parameterized.TestCase, tf.test.TestCase):
     """The mathematics of it, between threads."""
 

@@ -51,6 +51,7 @@ class StepCase(parameterized.TestCase, tf.test.TestCase):
         self.assertEmpty(placement.unwanted(found, step.embedding))
 
 
+@pytest.mark.long
 class StepTest(StepCase):
     def test_stays_on_the_gpu(self) -> None:
         self.assert_stays(FAST)
@@ -206,6 +207,7 @@ class AuditTest(tf.test.TestCase):
         )
 
 
+@pytest.mark.long
 class CommandTest(tf.test.TestCase):
     def test_prints_a_table_of_the_steps_named(self) -> None:
         # By itself: it lowers all that this process has let XLA compile.

@@ -199,6 +199,7 @@ FORMATS = (
 )
 
 
+@pytest.mark.long
 class MessageTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*FORMATS)
     @pytest.mark.few(3)

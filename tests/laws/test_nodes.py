@@ -183,6 +183,7 @@ def weighed(rank: int, **changes: Any) -> Part:
     return Part(**(given | changes))
 
 
+@pytest.mark.long
 class ToldTest(parameterized.TestCase, tf.test.TestCase):
     """What workers of a node tell reaches all workers."""
 

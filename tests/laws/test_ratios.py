@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -63,6 +64,7 @@ def ratio(shapes: Shapes, value_dtype: str) -> float:
     return 4 * elements(shapes) / sent
 
 
+@pytest.mark.long
 class RatioTest(parameterized.TestCase):
     def test_the_networks_have_the_published_sizes(self) -> None:
         self.assertEqual(elements(ALEXNET), 60_965_224)

@@ -349,6 +349,7 @@ def frozen_between() -> list[np.ndarray]:
     return model.get_weights()
 
 
+@pytest.mark.long
 class FitTest(tf.test.TestCase):
     def check(self, train: Callable[[], list[np.ndarray]]) -> None:
         config = DGCConfig(sparsity=0.0, min_elements=1)
@@ -373,6 +374,7 @@ class FitTest(tf.test.TestCase):
                 close(found, train())
 
 
+@pytest.mark.long
 class ResidualTest(tf.test.TestCase):
     def residuals(self) -> tuple[Residual, Residual]:
         one, two = (tf.Variable(tf.zeros([4, 4])) for _ in range(2))

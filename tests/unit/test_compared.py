@@ -7,6 +7,7 @@ from unittest import mock
 import keras
 import loopback
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -27,6 +28,7 @@ def model(units: int = 2) -> keras.Model:
     return found
 
 
+@pytest.mark.long
 class EndOfFitTest(parameterized.TestCase, tf.test.TestCase):
     """A training that is shorter than the steps between two comparisons."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras.src.trainers.data_adapters import (
@@ -115,6 +116,7 @@ def structures(rows: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
     def assert_same(self, found: Any, expected: Any) -> None:
         tf.nest.assert_same_structure(found, expected)
@@ -436,6 +438,7 @@ def numbered(count: int, *rest: Any) -> Any:
         yield (*Numbered()[index], *rest)
 
 
+@pytest.mark.long
 class PythonDataTest(parameterized.TestCase, tf.test.TestCase):
     """What Python code gives under a strategy, of one worker."""
 

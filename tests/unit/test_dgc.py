@@ -372,6 +372,7 @@ class SelectTest(tf.test.TestCase):
                 self.assertLen(found.positions, layout.size, (shape, step))
 
 
+@pytest.mark.long
 class SparsityZeroTest(parameterized.TestCase, tf.test.TestCase):
     """With everything sent, the paper's step is a well-known optimizer."""
 
@@ -497,6 +498,7 @@ class FallTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose(only(first).residual.v[-1], 0.1 + 0.9 + 0.1)
 
 
+@pytest.mark.long
 class FairnessTest(tf.test.TestCase):
     def test_selection_never_prefers_a_position(self) -> None:
         # Equal magnitudes: every element passes its tensor's threshold, by as much.
