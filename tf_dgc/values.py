@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_dgc import _host
+
 # Name of the operations by which something is refused; `_host.tracebacks` knows it.
 REFUSAL = "tf_dgc_refuses"
 # And of those that choose something which an ordinary step does not.
@@ -52,13 +54,23 @@ def shaped(gradient: Any, shape: tf.TensorShape) -> Any:
     return tf.ensure_shape(gradient, shape)
 
 
-def filled_up(vector: tf.Tensor, length: int, value: Any = 0) -> tf.Tensor:
-    """Return a vector with one value after its own, of a static length.
+def filled_up(vector: tf.Tensor, length: Any, value: Any = 0) -> tf.Tensor:
+    """Return a vector with one value after its own.
 
     GPUs have no kernel that pads int64.
+
+    Args:
+        vector: shape [C].
+        length: of the result: an integer, or int64 of shape [] on the host.
+        value: of the rest.
     """
-    rest = tf.fill([length - tf.size(vector)], tf.cast(value, vector.dtype))
-    return tf.ensure_shape(tf.concat([vector, rest], axis=0), [length])
+    value = tf.cast(value, vector.dtype)
+    if isinstance(length, int):
+        rest = tf.fill([length - tf.size(vector)], value)
+        return tf.ensure_shape(tf.concat([vector, rest], axis=0), [length])
+    with tf.device("CPU:0"):  # where shapes are
+        missing = (length - tf.size(vector, tf.int64))[tf.newaxis]
+    return tf.concat([vector, tf.fill(missing, value)], axis=0)
 
 
 def widened(value: tf.Tensor) -> tf.Tensor:
@@ -140,6 +152,24 @@ def _shown(part: Any, summarize: int) -> str:
     return str(tf.strings.format("{}", part, summarize=summarize).numpy().decode())
 
 
+def unless(
+    usual: tf.Tensor,
+    seldom: Callable[[], Any],
+    otherwise: Callable[[], Any] = lambda: None,
+) -> Any:
+    """Return what is seldom needed where a shape-[] bool is False.
+
+    It is a function of its own in a graph, whose operations TensorFlow optimizes when
+    it comes there first, if ever, and not before the first step.
+    """
+
+    def apart() -> Any:
+        eagerly = tf.executing_eagerly()
+        return seldom() if eagerly else _host.tensorflow.not_inlined(seldom)()
+
+    return tf.cond(usual, otherwise, apart, name=SELDOM)
+
+
 def one_of(branches: Sequence[Callable[[], Any]], number: tf.Tensor | None) -> Any:
     """Return what the branch of a number, shape [], int32, returns.
 
@@ -178,7 +208,7 @@ def first_nonfinite(
     # One pass of reading; only what overflows is looked at more closely.
     few = [*_parts(gradients if together is None else together), *others]
     finite = tf.math.is_finite(half_square(few))
-    return tf.cond(finite, lambda: tf.zeros([], tf.int32), search, name=SELDOM)
+    return unless(finite, search, lambda: tf.zeros([], tf.int32))
 
 
 def half_square(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

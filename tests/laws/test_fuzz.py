@@ -350,7 +350,7 @@ class SentTest(tf.test.TestCase):
             message = dgc.send(
                 residual,
                 sparsify.peaks(residual),
-                forms=[form],
+                form=form,
                 layout=layout,
                 sparsities=[sparsity],
                 config=config,

@@ -350,7 +350,7 @@ class SelectTest(tf.test.TestCase):
             message = dgc.send(
                 residual,
                 sparsify.peaks(residual),
-                forms=[form],
+                form=form,
                 layout=layout,
                 sparsities=[0.5],
                 config=config,

@@ -174,7 +174,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
             expected = dgc.send(
                 residual,
                 sparsify.peaks(residual),
-                forms=[form],
+                form=form,
                 layout=layout,
                 sparsities=[0.97],
                 config=config,

@@ -1,5 +1,7 @@
 """Tests of the message."""
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
@@ -122,6 +124,46 @@ class RoundTripTest(tf.test.TestCase):
             form = packing.make_format(len(special), 1000, dtype)
             values = tf.cast(tf.constant(special, tf.float32), dtype)
             self.assert_round_trip(form, tf.range(8, dtype=tf.int64) * 100, values)
+
+    def test_one_of_several_formats_is_that_format(self) -> None:
+        kinds = [(dtype, 0, ()) for dtype in DTYPES]
+        kinds += [(tf.uint8, bits, (0, 256, 1100)) for bits in (1, 4)]
+        for low_bits in (8, 16):
+            for dtype, code_bits, begins in kinds:
+                forms = [
+                    Format(slots, 1500, dtype, low_bits, code_bits, begins)
+                    for slots in (301, 40, 7)
+                ]
+
+                def both(
+                    number: tf.Tensor, *chosen: tf.Tensor, forms: Any = forms
+                ) -> Any:
+                    form = packing.one_of(forms, number)
+                    message = packed(form, *chosen)
+                    found = packing.unpack(form, message[tf.newaxis])
+                    faults = packing.faults(
+                        form,
+                        message[tf.newaxis],
+                        found._replace(values=packing.numbers(form, found)),
+                    )
+                    return message, found, faults, form.bytes_now
+
+                shared = tf.function(both, reduce_retracing=True)
+                for number, form in enumerate(forms):
+                    chosen = selection(form, form.slots - 2, 6)
+                    got = shared(tf.constant(number), *chosen)
+                    message = packed(form, *chosen)
+                    with self.subTest(form=form):
+                        self.assertAllEqual(got[0], message)
+                        self.assertEqual(int(got[3]), form.bytes)
+                        self.assertAllEqual(got[2], [0])
+                        expected = packing.unpack(form, message[tf.newaxis])
+                        for one, other in zip(
+                            tf.nest.flatten(got[1]),
+                            tf.nest.flatten(expected),
+                            strict=True,
+                        ):
+                            self.assertEqual(raw(one), raw(other))
 
     def test_in_a_graph_of_unknown_lengths(self) -> None:
         form = packing.make_format(20, 2000, "float16")

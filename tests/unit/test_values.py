@@ -43,6 +43,21 @@ class RequireTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual({device.upper()[-5:] for device in devices}, {"CPU:0"})
 
 
+class UnlessTest(tf.test.TestCase):
+    def test_what_is_seldom_needed_is_a_function_of_its_own(self) -> None:
+        def halved(number: tf.Tensor) -> tf.Tensor:
+            return values.unless(number > 0, lambda: number / 2, lambda: number)
+
+        function = tf.function(halved)
+        for number, expected in ((3.0, 3.0), (-3.0, -1.5)):
+            self.assertAllEqual(function(tf.constant(number)), expected)
+            self.assertAllEqual(halved(tf.constant(number)), expected)
+        graph = function.get_concrete_function(tf.TensorSpec([])).graph.as_graph_def()
+        apart = [f for f in graph.library.function if f.attr["_noinline"].b]
+        self.assertLen(apart, 1)
+        self.assertIn("RealDiv", [node.op for node in apart[0].node_def])
+
+
 class FirstTrueTest(tf.test.TestCase):
     def test_finds_the_first(self) -> None:
         masks = tf.constant([[False, True, True], [True, False, True], [False] * 3])

@@ -38,7 +38,7 @@ _ON_PURPOSE = (
 _FRAME = re.compile(r'^ {2}File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _NODES = re.compile(
     r"\s*\[\[\{\{(?:function_)?node .*?\}\}\]\]|\{\{function_node [^}]*\}\}\s*"
-    r"|\s*\[Op:\w+\](?: name: ?\S*)?"
+    r"|\s*\[\[\S*PartitionedCall\S*\]\]|\s*\[Op:\w+\](?: name: ?\S*)?"
 )
 _SCATTERED = re.compile(
     r"\d+ root error\(s\) found\.\s*|^\s*\(\d+\) \w+: ", re.MULTILINE

@@ -20,6 +20,8 @@ References:
     https://arxiv.org/abs/1901.09847 (the mean magnitude as scale)
 """
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -141,6 +143,8 @@ def decode(
 def to_octets(bits: int, codes: tf.Tensor) -> tf.Tensor:
     """Write rows of codes, [N, K], into as few octets as hold them; the rest is 0."""
     rows, slots = codes.shape
+    if slots is None:
+        slots = tf.shape(codes)[1]
     codes = tf.cast(tf.pad(codes, [[0, 0], [0, -slots % (8 // bits)]]), tf.float32)
     # Sums of different powers of two: exact.
     parts = tf.reshape(codes, [rows, -1, 8 // bits]) * tf.constant(
@@ -149,10 +153,15 @@ def to_octets(bits: int, codes: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(parts, axis=-1), tf.uint8)
 
 
-def from_octets(bits: int, octets: tf.Tensor, slots: int) -> tf.Tensor:
+def from_octets(bits: int, octets: tf.Tensor, slots: Any) -> tf.Tensor:
     """Read K codes from each row of octets, shape [N, bytes]: [N, K], uint8."""
     shifted = tf.bitwise.right_shift(
         octets[..., tf.newaxis], tf.constant(_SHIFTS[bits], tf.uint8)
     )
     codes = tf.bitwise.bitwise_and(shifted, 2**bits - 1)
-    return tf.reshape(codes, [octets.shape[0], -1])[:, :slots]
+    codes = tf.reshape(codes, [octets.shape[0], -1])
+    if isinstance(slots, int):
+        return codes[:, :slots]
+    with tf.device("CPU:0"):  # where shapes are
+        size = tf.stack([octets.shape[0], slots])
+    return tf.slice(codes, [0, 0], size)

@@ -27,7 +27,6 @@ References:
     https://arxiv.org/abs/1712.01887
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ import tensorflow as tf
 from tf_dgc.compression import arena, coarse, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
-from tf_dgc.values import SELDOM, half_square, one_of
+from tf_dgc.values import half_square, unless
 
 
 class Momentum(NamedTuple):
@@ -85,12 +84,13 @@ def clip_scale(gradients: Sequence[Any], clip_norm: float, workers: int) -> tf.T
     # Dense, as the rows of IndexedSlices may repeat themselves.
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
     half = half_square(dense)
-    norm = tf.cond(
-        tf.math.is_finite(half),
-        lambda: tf.sqrt(2.0 * tf.cast(half, tf.float64)),
+
+    def wide() -> tf.Tensor:
         # The squares of float32 do not overflow in float64.
-        lambda: tf.linalg.global_norm([tf.cast(part, tf.float64) for part in dense]),
-        name=SELDOM,
+        return tf.linalg.global_norm([tf.cast(part, tf.float64) for part in dense])
+
+    norm = unless(
+        tf.math.is_finite(half), wide, lambda: tf.sqrt(2.0 * tf.cast(half, tf.float64))
     )
     limit = tf.constant(clip_norm * workers**-0.5, tf.float64)
     return tf.cast(limit / tf.maximum(norm, limit), tf.float32)
@@ -239,7 +239,7 @@ def send(
     residual: tf.Tensor,
     peaks: tf.Tensor,
     *,
-    forms: Sequence[message.Format],
+    form: message.Format,
     layout: Layout,
     sparsities: Sequence[float],
     config: DGCConfig,
@@ -251,7 +251,7 @@ def send(
     Args:
         residual: v after `accumulate`.
         peaks: `selection.peaks` of it.
-        forms: of a message, at each of some stages.
+        form: of the message, at the present one of some stages.
         layout: of the arena.
         sparsities: of these stages.
         config: `sample_fraction` and `value_dtype` count.
@@ -267,13 +267,7 @@ def send(
     ]
     plan = selection.one_of(plans, stage)
     chosen = select(residual, peaks, layout, plan, config, step)
-
-    def write(form: message.Format) -> tf.Tensor:
-        words = _packed(form, layout, chosen, step)
-        return tf.bitcast(words, tf.float32)  # int32 leaves branches on the host
-
-    written = one_of([functools.partial(write, form) for form in forms], stage)
-    return tf.bitcast(written, tf.int32)
+    return _packed(form, layout, chosen, step)
 
 
 def header(form: message.Format, layout: Layout, step: tf.Tensor) -> tf.Tensor:

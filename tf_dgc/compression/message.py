@@ -19,8 +19,9 @@ References:
     J. ACM 21 (1974), https://doi.org/10.1145/321812.321820
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -57,15 +58,27 @@ class Header(NamedTuple):
     count: tf.Tensor
 
 
-class Format(NamedTuple):
-    """The static form of a message."""
+class Sizes(NamedTuple):
+    """Sizes of a message that are known in a step, int64 of shape [] on the host."""
 
-    slots: int  # K
+    slots: tf.Tensor
+    scales: tf.Tensor  # where they begin, in octets; and so on
+    values: tf.Tensor
+    low: tf.Tensor
+    high: tf.Tensor
+    end: tf.Tensor
+
+
+class Format(NamedTuple):
+    """The form of a message, static but for its sizes, where these are in tensors."""
+
+    slots: int  # K; the most where `sizes` tells how many
     size: int  # P
     value_dtype: tf.DType  # of values, or of codes
     low_bits: int  # 8 or 16
     code_bits: int = 0  # 0 where values are no codes
     begins: tuple[int, ...] = ()  # of the T tensors, which have scales where there are
+    sizes: Sizes | None = None  # of one of several formats, see `one_of`
 
     @property
     def high_bytes(self) -> int:
@@ -91,6 +104,20 @@ class Format(NamedTuple):
         """Length of the whole message in bytes."""
         return 4 * self.words
 
+    @property
+    def slots_now(self) -> Any:
+        """K, as it is known in a step."""
+        return self.slots if self.sizes is None else self.sizes.slots
+
+    @property
+    def bytes_now(self) -> Any:
+        """Length of the whole message in bytes, as it is known in a step."""
+        return self.bytes if self.sizes is None else self.sizes.end
+
+    def in_shapes(self, size: int) -> int:
+        """Return a size of this format; -1 where it is known in a step only."""
+        return size if self.sizes is None else -1
+
 
 def make_format(
     slots: int, size: int, value_dtype: tf.DType | str, begins: Sequence[int] = (0,)
@@ -108,6 +135,27 @@ def make_format(
     scaled = tuple(begins) if code_bits and slots else ()
     formats = [Format(slots, size, dtype, bits, code_bits, scaled) for bits in (8, 16)]
     return min(formats, key=lambda form: form.words)
+
+
+def one_of(forms: Sequence[Format], number: tf.Tensor | None = None) -> Format:
+    """Return the format of a number, shape []; it need not be known beforehand.
+
+    Args:
+        forms: with slots, and alike in all but these.
+        number: None of one.
+    """
+    if len(forms) == 1:
+        return forms[0]
+    rows = [[form.slots, *_ends(form)] for form in forms]
+    with tf.device("CPU:0"):  # where shapes are
+        sizes = Sizes(*tf.unstack(tf.constant(rows, tf.int64)[number]))
+    largest = max(forms, key=lambda form: form.slots)
+    return largest._replace(sizes=sizes)
+
+
+def _ends(form: Format) -> list[int]:
+    """Return where the header ends and the parts of the body do, in octets."""
+    return list(itertools.accumulate([_HEADER_BYTES, *form.body_bytes]))
 
 
 def pack(
@@ -135,7 +183,7 @@ def pack(
         shape [form.words], int32.
     """
     count = tf.size(positions)[tf.newaxis]
-    where, what = (filled_up(part, form.slots) for part in (positions, values))
+    where, what = (filled_up(part, form.slots_now) for part in (positions, values))
     rows = where[tf.newaxis], what[tf.newaxis], count
     octets = _octets_of(form, *rows, exponent, scales, checksum, step)
     return tf.bitcast(octets[0], tf.int32)
@@ -190,7 +238,7 @@ def _octets_of(
     header = tf.stack([*fields, counts], axis=1)
     if not form.slots:
         return tf.bitcast(header, tf.uint8)
-    slot = tf.range(form.slots, dtype=tf.int64)
+    slot = tf.range(form.slots_now, dtype=tf.int64)
     used = slot < tf.cast(counts, tf.int64)[:, tf.newaxis]
     low = tf.cast(
         tf.bitwise.bitwise_and(positions, 2**form.low_bits - 1),
@@ -202,7 +250,8 @@ def _octets_of(
         _to_bytes(tf.where(used, low, tf.zeros_like(low))),
         _high_bits(form, positions, used),
     ]
-    return tf.reshape(tf.concat(octets, axis=1), [messages, form.words, 4])
+    shape = [messages, form.in_shapes(form.words), 4]
+    return tf.reshape(tf.concat(octets, axis=1), shape)
 
 
 def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
@@ -234,8 +283,13 @@ def _value_bytes(
 
 
 def _high_bits(form: Format, positions: tf.Tensor, used: tf.Tensor) -> tf.Tensor:
-    messages, size = positions.shape[0], form.body_bytes[3]
-    rank = tf.range(form.slots, dtype=tf.int64)
+    messages = positions.shape[0]
+    with tf.device("CPU:0"):
+        size = form.body_bytes[3]
+        if form.sizes is not None:
+            size = form.sizes.end - form.sizes.high
+        whole = messages * size
+    rank = tf.range(form.slots_now, dtype=tf.int64)
     index = rank + tf.bitwise.right_shift(positions, form.low_bits)
     # Sums of different powers of two: exact.
     bit = tf.gather(
@@ -245,8 +299,8 @@ def _high_bits(form: Format, positions: tf.Tensor, used: tf.Tensor) -> tf.Tensor
     row = size * tf.range(messages, dtype=tf.int64)[:, tf.newaxis]
     octet = tf.where(used, row + tf.bitwise.right_shift(index, 3), 0)
     bit = tf.where(used, bit, 0.0)
-    octets = tf.math.unsorted_segment_sum(bit, octet, messages * size)
-    return tf.cast(tf.reshape(octets, [messages, size]), tf.uint8)
+    octets = tf.math.unsorted_segment_sum(bit, octet, whole)
+    return tf.cast(tf.reshape(octets, [messages, form.in_shapes(size)]), tf.uint8)
 
 
 class Contents(NamedTuple):
@@ -258,12 +312,12 @@ class Contents(NamedTuple):
     scales: tf.Tensor  # shape [N, T], bfloat16; T is 0 where values are no codes
 
 
-def listed(high: tf.Tensor, slots: int) -> tuple[tf.Tensor, tf.Tensor]:
+def listed(high: tf.Tensor, slots: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Find the first K ones of high bits, in a list of all there are.
 
     Args:
         high: of N messages, shape [N, bytes].
-        slots: K.
+        slots: K, an integer, or int64 of shape [].
 
     Returns:
         At which bit of its message each is, int64; and whether there are as many: shape
@@ -281,7 +335,10 @@ def listed(high: tf.Tensor, slots: int) -> tuple[tf.Tensor, tf.Tensor]:
     place = tf.where(used, begins[:, tf.newaxis] + slot, 0)
     # One more, as there may be none.
     index = tf.gather(tf.concat([ones, tf.zeros([1], tf.int64)], axis=0), place)
-    row = tf.range(workers, dtype=tf.int64)[:, tf.newaxis] * bits.shape[1]
+    width = bits.shape[1]
+    if width is None:
+        width = tf.cast(tf.shape(bits)[1], tf.int64)
+    row = tf.range(workers, dtype=tf.int64)[:, tf.newaxis] * width
     return index - row, used
 
 
@@ -304,14 +361,15 @@ def unpack(form: Format, messages: tf.Tensor, ones: Ones = listed) -> Contents:
         return Contents(header, nothing, values, scales)
     scales, values, low, high = _parts(form, octets)
     scales = _joined(scales, len(form.begins), coarse.SCALE)
+    places = form.in_shapes(form.slots)
     if form.code_bits:
-        values = coarse.from_octets(form.code_bits, values, form.slots)
+        values = coarse.from_octets(form.code_bits, values, form.slots_now)
     else:
-        values = _joined(values, form.slots, form.value_dtype)
+        values = _joined(values, places, form.value_dtype)
     if form.low_bits == 16:
-        low = _joined(low, form.slots, tf.uint16)
-    index, used = ones(high, form.slots)
-    slot = tf.range(form.slots, dtype=tf.int64)
+        low = _joined(low, places, tf.uint16)
+    index, used = ones(high, form.slots_now)
+    slot = tf.range(form.slots_now, dtype=tf.int64)
     found = (index - slot) * 2**form.low_bits + tf.cast(low, tf.int64)
     return Contents(
         header,
@@ -342,15 +400,20 @@ def numbers(
 def _octets(form: Format, messages: tf.Tensor) -> tf.Tensor:
     """Return messages, [N, form.words], as uint8, shape [N, form.bytes]."""
     octets = tf.bitcast(messages, tf.uint8)
-    return tf.reshape(octets, [messages.shape[0], form.bytes])
+    return tf.reshape(octets, [messages.shape[0], form.in_shapes(form.bytes)])
 
 
 def _parts(form: Format, octets: tf.Tensor) -> list[tf.Tensor]:
     """Return the octets of the parts of the body, each of shape [N, bytes]."""
-    parts, begin = [], _HEADER_BYTES
-    for size in form.body_bytes:
-        parts.append(octets[:, begin : begin + size])
-        begin += size
+    if form.sizes is None:
+        return [octets[:, a:b] for a, b in itertools.pairwise(_ends(form))]
+    with tf.device("CPU:0"):  # where shapes are
+        bounds = [tf.stack([0, end]) for end in form.sizes[1:]]
+        beyond = tf.constant([octets.shape[0], 0], tf.int64)
+        pairs = [(a, b + beyond) for a, b in itertools.pairwise(bounds)]
+    parts = [tf.strided_slice(octets, a, b) for a, b in pairs]
+    for part in parts:
+        part.set_shape([octets.shape[0], None])
     return parts
 
 
@@ -390,7 +453,7 @@ def faults(form: Format, messages: tf.Tensor, contents: Contents) -> tf.Tensor:
         (header.format != FORMAT)
         | (header.exponent < -most)
         | (header.exponent > most),
-        (tf.cast(header.count, tf.int64) != count) | (count > form.slots),
+        (tf.cast(header.count, tf.int64) != count) | (count > form.slots_now),
         ~_all(ascend) | (places != count),
         ~_all(tf.math.is_finite(values)),
         ~_all((scales >= 0) & tf.math.is_finite(scales)),

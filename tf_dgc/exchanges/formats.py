@@ -135,7 +135,8 @@ def sums_of(
 ) -> list[sums.SparseSum]:
     """Return the sums of the stages of a warm-up: each of what costs least.
 
-    Those with messages share one, and so a graph; but for those that are compiled.
+    Those with messages of one form share one, and so a graph; but for those that are
+    compiled.
 
     Args:
         wire: of the exchange.
@@ -154,9 +155,12 @@ def sums_of(
         if kinds[i] is sums.GatherSum and (own := fused(i, sparse[i])) is not None:
             del sparse[i]
             found.append(own)
-    if sparse:
-        found.append(kinds[max(sparse)](wire, sparse))
-    return found
+    # Of one kind, whose messages differ by no more than their sizes.
+    groups: dict[Any, dict[int, warmup.Stage]] = {}
+    for i, stage in sparse.items():
+        form = kinds[i].form(wire.layout, stage.sparsity, *args)
+        groups.setdefault(getattr(form, "low_bits", None), {})[i] = stage
+    return found + [kinds[max(own)](wire, own) for own in groups.values()]
 
 
 def number_at(

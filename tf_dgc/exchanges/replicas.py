@@ -20,7 +20,7 @@ from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports import base
 from tf_dgc.transports.base import Transport
-from tf_dgc.values import SELDOM, first_true, require
+from tf_dgc.values import first_true, require, unless
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -133,16 +133,16 @@ class Replicas:
             return
         with tf.device("CPU:0"):
             passed = self._steps.assign_add(tf.cast(steps, tf.int64))
-            due = now | (passed - self._compared >= self._interval)
+            early = (passed - self._compared < self._interval) & (not now)
 
         def gather() -> None:
             own = checksums([tf.convert_to_tensor(variable) for variable in variables])
             found = self._transport.all_gather(own, f"{self._name}.weights")
             self._compared.assign(passed)
-            differs = tf.reduce_any(found != found[0])
-            tf.cond(differs, lambda: self._mend(variables, passed), lambda: None)
+            alike = tf.reduce_all(found == found[0])
+            unless(alike, lambda: self._mend(variables, passed))
 
-        tf.cond(due, gather, lambda: None, name=SELDOM)
+        unless(early, gather)
 
     def _mend(self, variables: Sequence[Any], step: tf.Tensor) -> None:
         """Take over rank 0's variables, where all are close to them."""

@@ -24,7 +24,7 @@ from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.figures import Coverage
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.sums import Kept, Sparse
-from tf_dgc.values import SELDOM
+from tf_dgc.values import unless
 
 RATES = "learning rate"  # name of what is saved of them
 OWNED = "residual at owners"  # and of what these have not passed on: `SparseSum.whole`
@@ -252,7 +252,7 @@ class Residual(Keeping):
         with tf.device("CPU:0"):  # which chooses what is done
             last = rates.read_value()
             fallen = dgc.fall(rate, last)
-            falls = tf.reduce_any(fallen < 1.0)
+            stays = tf.reduce_all(fallen >= 1.0)
             last = tf.where(rate > 0, rate, last)
         with tf.device(rates.device):
             rates.assign(last, read_value=False)
@@ -264,7 +264,7 @@ class Residual(Keeping):
                 other(by)
 
         if self.config.rate_correction and self.unit == "steps":
-            tf.cond(falls, scale, lambda: None, name=SELDOM)
+            unless(stays, scale)
 
     def decay(self, factor: float) -> None:
         """Multiply v, of which so a part is never sent."""

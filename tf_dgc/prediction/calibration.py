@@ -65,7 +65,7 @@ class Messages:
         return dgc.send(
             residual,
             inplace.call(self._device, selection.peaks, residual),
-            forms=[self._form],
+            form=self._form,
             layout=self._layout,
             sparsities=[self._config.sparsity],
             config=self._config,

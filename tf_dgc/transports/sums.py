@@ -308,9 +308,10 @@ class GatherSum(SparseSum):
         self, kept: Kept, step: tf.Tensor, stage: tf.Tensor | None
     ) -> Exchanged:
         """Gather the messages; see the base class."""
+        form = message.one_of(self._forms, stage)
         write = functools.partial(
             dgc.send,
-            forms=self._forms,
+            form=form,
             layout=self.wire.layout,
             sparsities=[each.sparsity for each in self._stages],
             config=self.wire.config,
@@ -318,11 +319,7 @@ class GatherSum(SparseSum):
             stage=stage,
         )
         own = self.wire.workers.each(write, kept.read(), kept.peaks())
-        gather = [
-            functools.partial(_gathered, self.wire, number, form, own)
-            for number, form in zip(self.numbers, self._forms, strict=True)
-        ]
-        return Exchanged(*values.one_of(gather, stage))
+        return Exchanged(*_gathered(self.wire, self.numbers[-1], form, own))
 
     @staticmethod
     def cost(form: message.Format, layout: Layout, workers: int) -> Cost:
@@ -372,14 +369,16 @@ def _gathered(
 ) -> tuple[Sparse, Sparse, tf.Tensor]:
     """Exchange messages, shape [*axis, words], int32; see `Exchanged`."""
     own = tf.bitcast(own, tf.int32)  # one of this graph, left in place
-    own.set_shape([*wire.workers.axis, form.words])
+    if form.sizes is None:
+        own.set_shape([*wire.workers.axis, form.words])
     messages = wire.transport.all_gather(own, f"{wire.name}.{number}.message")
     contents = receive(form, messages)
     total = Sparse(contents.positions, contents.values)
     first, count = wire.workers.ranks[0], len(wire.workers.ranks)
     used = Sparse(*[part[first : first + count] for part in total])
-    received = (wire.transport.size - 1) * form.bytes
-    traffic = traffic_of(form.bytes, contents.header.count[first], received)
+    with tf.device("CPU:0"):
+        received = (wire.transport.size - 1) * form.bytes_now
+    traffic = traffic_of(form.bytes_now, contents.header.count[first], received)
     return total, used, traffic
 
 
