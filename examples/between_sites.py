@@ -2,10 +2,12 @@
 
     tf-dgc-run -n 2 examples/between_sites.py
     tf-dgc-run --hosts one.example,two.example examples/between_sites.py --period 16
+    tf-dgc-run --hosts one.example:4,two.example:4 examples/between_sites.py \
+        --within dense
 
 Each worker takes `--period` steps with its own optimizer. What that has changed goes to
 the others while the next period trains: 5% of it as signs, or more where training is
-short.
+short. With `--within` the workers of a host take each step together, and hosts average.
 """
 
 import argparse
@@ -22,6 +24,7 @@ def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--period", type=int, default=4)
+    parser.add_argument("--within", choices=("dense", "dgc"), help="steps of a site")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="of all workers")
     parser.add_argument("--verbose", type=int, default=2, help="as in Model.fit")
@@ -33,7 +36,10 @@ def main() -> int:
     args = arguments()
     train, validation, test = load()
     steps = args.epochs * (len(train[0]) // args.batch_size)
-    config = tf_dgc.AveragingConfig.auto("adam", total_steps=steps, period=args.period)
+    within = tf_dgc.DGCConfig() if args.within == "dgc" else args.within
+    config = tf_dgc.AveragingConfig.auto(
+        "adam", total_steps=steps, period=args.period, within=within
+    )
     # Before any TensorFlow operation runs: the workers connect here.
     strategy = tf_dgc.ParameterAveragingStrategy(config)
     keras.utils.set_random_seed(1)  # the same on every worker

@@ -41,7 +41,8 @@ class Worker:
         combining: Combining = SUM,
         **settings: Any,
     ) -> None:
-        self.rank, self.size = transport.rank, transport.size
+        everybody = transport.everybody
+        self.rank, self.size = everybody.rank, everybody.size
         self.variables = [tf.Variable(value) for value in start()]
         self.velocities = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
         self.statistics = [tf.Variable(float(self.rank)) for _ in range(averaged)]

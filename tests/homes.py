@@ -29,6 +29,7 @@ TESTED_IN: dict[str, str] = {
     "laws/test_flights": "exchanges.channel",
     "laws/test_owners": "compression.regions exchanges.owner_sum transports.sums",
     "laws/test_ratios": "exchanges.formats",
+    "laws/test_sites": "exchanges.at_site",
     "laws/test_simulate": "strategies.one_by_one",
     "laws/test_transports": "transports.base transports.grid transports.local",
     "unit/test_averaging_strategy": "strategies.averaging_inner strategies.outer",

@@ -45,7 +45,7 @@ class Hub:
         self._rounds = [0] * size
         self._places: dict[int, dict[int, Any]] = {}
         self._gone: set[int] = set()
-        self._groups: dict[tuple[int, ...], Hub] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool], Hub] = {}
 
     def meet(self, rank: int, call: Any, value: Any) -> list[Any]:
         """Return the values of all workers; a worker that is gone or late raises."""
@@ -68,17 +68,17 @@ class Hub:
             raise ConnectionError(f"Workers make different calls: {calls}")
         return [places[other][1] for other in range(self.size)]
 
-    def of_group(self, ranks: tuple[int, ...]) -> "Hub":
+    def of_group(self, ranks: tuple[int, ...], apart: bool = False) -> "Hub":
         """Return the hub of some of the workers."""
         with self._condition:
-            return self._groups.setdefault(ranks, Hub(len(ranks)))
+            return self._groups.setdefault((ranks, apart), Hub(len(ranks)))
 
     def leave(self, rank: int) -> None:
         """Let nobody wait for this worker any more."""
         with self._condition:
             self._gone.add(rank)
             self._condition.notify_all()
-        for ranks, hub in self._groups.items():
+        for (ranks, _), hub in self._groups.items():
             if rank in ranks:
                 hub.leave(ranks.index(rank))
 
@@ -135,11 +135,11 @@ class Loopback(Transport):
         found = self._meet("all_to_all", name, [tensor.numpy()])
         return tf.constant(np.stack([array[self.rank] for (array,) in found]))
 
-    def group(self, parts: Sequence[Sequence[int]]) -> Transport:
+    def group(self, parts: Sequence[Sequence[int]], apart: bool = False) -> Transport:
         """Meet in a hub of the group."""
         for ranks in parts:
             if self.rank in ranks:
-                hub = self.hub.of_group(tuple(ranks))
+                hub = self.hub.of_group(tuple(ranks), apart)
                 return Loopback(hub, list(ranks).index(self.rank))
         return LocalTransport()
 

@@ -7,7 +7,9 @@ when the period began; H the period.
     plain     w <- mean(w)
     outer     g <- mean(a - w),  a <- outer_optimizer(a, g),  w <- a
 
-The mean is over the workers that took a step since the last round.
+The mean is over the workers that took a step since the last round. Where the workers of
+a site take steps together, w is the site's, N the sites, and the mean is weighed by the
+rows of these steps.
 
 References:
     Stich: Local SGD Converges Fast and Communicates Little, ICLR 2019,
@@ -48,6 +50,7 @@ class Header(NamedTuple):
     read2: Any = 0.0
     read3: Any = 0.0
     stops: Any = 0.0  # 1 where the worker ends its training
+    rows: Any = 1.0  # of these local steps, of a site; what its change counts
 
 
 READ = "read0", "read1", "read2", "read3"  # fields of a header
@@ -69,12 +72,12 @@ def reads(headers: Header) -> tf.Tensor:
 
 
 def write(header: Header) -> tf.Tensor:
-    """Return a header as a tensor, shape [13], float64."""
+    """Return a header as a tensor, shape [14], float64."""
     return tf.stack([tf.cast(field, tf.float64) for field in header])
 
 
 def read(gathered: tf.Tensor) -> Header:
-    """Return the headers of all workers, given in shape [N, 13]."""
+    """Return the headers of all workers, given in shape [N, 14]."""
     return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
 
 
@@ -87,7 +90,8 @@ def damaged(headers: Header, parameters: int) -> tf.Tensor:
     """
     most = {"done": 1.0, "stops": 1.0, "nonfinite": float(parameters)}
     wrong = [
-        ~((field >= 0.0) & (field <= most.get(name, 2.0**53)) & (field % 1.0 == 0.0))
+        ~((field >= 0.0) & (field <= most.get(name, 2.0**53)))
+        | ((field % 1.0 != 0.0) & (name != "rows"))
         for name, field in headers._asdict().items()
         if name not in ("loss", "rate", *READ)  # which may be anything
     ]
@@ -97,6 +101,22 @@ def damaged(headers: Header, parameters: int) -> tf.Tensor:
 def count(moved: tf.Tensor) -> tf.Tensor:
     """Return over how many workers the mean is, at least 1: shape [], float64."""
     return tf.maximum(tf.reduce_sum(tf.cast(moved > 0, tf.float64)), 1.0)
+
+
+def divisor(headers: Header, rows: Any) -> tf.Tensor:
+    """Return by what a worker's change is divided, so that the sum is the mean.
+
+    Args:
+        headers: of all workers.
+        rows: of this one, as its header tells them: shape [].
+
+    Returns:
+        shape [], float64: how many workers have moved, where all have as many rows.
+    """
+    rows = tf.cast(rows, tf.float64)
+    total = tf.reduce_sum(tf.where(headers.moved > 0, headers.rows, 0.0))
+    known = (total > 0) & (rows > 0)
+    return tf.where(known, total / tf.where(known, rows, 1.0), 1.0)
 
 
 def other_rate(headers: Header) -> tuple[tf.Tensor, tf.Tensor]:

@@ -19,7 +19,7 @@ PAPER: dict[str, Any] = {
     "momentum_masking": True,
 }
 ALLOWED = ("dense", "dgc", "averaging")
-ADAPTIVE, AUTO = "adaptive", "auto"
+ADAPTIVE, AUTO, DENSE = "adaptive", "auto", "dense"
 COMBINATIONS = ("auto", "mean", "senders")
 _NOT_HIERARCHICAL = "of hierarchical=False: each worker has steps of its own"
 VISITS = 10.0  # of an element in a training that loses nothing
@@ -295,6 +295,11 @@ class AveragingConfig(_Settings):
             lands. "auto" is a whole period for optimizers that normalize their steps,
             and a quarter for others, such as SGD. None, or 0, has training wait.
             Statistics are averaged where workers meet then, as at ends of epochs.
+        within: what workers of one site exchange in each step: "dense", their whole
+            gradients; or a DGCConfig, its `nonfinite` "raise", its `exchange`
+            "allgather". They take each step together, and rounds are between sites,
+            whose changes count by the rows they are of. Each host is a site, or what
+            TF_DGC_SITES or Slurm's topology tell. None: each worker steps by itself.
 
     Raises:
         ValueError: a value is out of its range.
@@ -316,6 +321,7 @@ class AveragingConfig(_Settings):
     average_slots: bool = False
     non_trainable: tuple[str, ...] = ("*",)
     overlap: int | str | None = None
+    within: str | DGCConfig | None = None
 
     @classmethod
     def auto(
@@ -394,6 +400,7 @@ class AveragingConfig(_Settings):
             raise TypeError(_message("non_trainable", "a sequence of patterns", self))
         self._set("non_trainable", patterns)
         self._check_overlap()
+        self._set("within", _within_of(self))
 
     @property
     def least_period(self) -> int:
@@ -436,6 +443,7 @@ class AveragingConfig(_Settings):
         fields = dataclasses.fields(self)
         config = {field.name: getattr(self, field.name) for field in fields}
         outer, compression = self.outer_optimizer, self.compression
+        within = self.within
         outer = outer() if callable(outer) else outer
         if outer is not None and not isinstance(outer, Mapping):
             settings = dict(outer.get_config())
@@ -445,6 +453,7 @@ class AveragingConfig(_Settings):
             "outer_optimizer": outer,
             "compression": compression and compression.get_config(),
             "non_trainable": list(self.non_trainable),
+            "within": within.get_config() if isinstance(within, DGCConfig) else within,
         }
 
 
@@ -598,6 +607,9 @@ class AutoConfig(_Settings):
         if self.dgc and self.dgc.nonfinite != "raise":
             rule = "of nonfinite='raise', as what is chosen comes after the optimizer"
             raise ValueError(_message("dgc", rule, self))
+        if self.averaging and self.averaging.within is not None:
+            rule = "of within=None: two levels are not chosen by themselves"
+            raise ValueError(_message("averaging", rule, self))
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
@@ -606,6 +618,29 @@ class AutoConfig(_Settings):
             "dgc": self.dgc and self.dgc.get_config(),
             "averaging": self.averaging and self.averaging.get_config(),
         }
+
+
+def _within_of(config: AveragingConfig) -> str | DGCConfig | None:
+    """Return what a site exchanges in each step, by messages that all receive."""
+    within: Any = config.within
+    if isinstance(within, Mapping):
+        within = DGCConfig.from_config(within)
+    if within is None or within == DENSE:
+        return DENSE if within else None
+    if not isinstance(within, DGCConfig):
+        kind = ValueError if isinstance(within, str) else TypeError
+        raise kind(_message("within", f"None, {DENSE!r}, or a DGCConfig", config))
+    if within.exchange == "owners":
+        rule = "of an exchange other than 'owners'"
+    elif within.nonfinite != "raise":
+        rule = "of nonfinite='raise', as sites count steps alike"
+    elif within.hierarchical:
+        rule = "of hierarchical=False, as what is on one host is one site"
+    elif config.synchronous_steps:
+        rule = f"{DENSE!r} or None with synchronous_steps; DGC has a warm-up"
+    else:
+        return dataclasses.replace(within, exchange="allgather")
+    raise ValueError(_message("within", rule, config))
 
 
 def _of_rounds(compression: DGCConfig) -> DGCConfig:

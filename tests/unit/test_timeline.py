@@ -37,6 +37,9 @@ KINDS = {
     "averaging": lambda transport: tf_dgc.ParameterAveragingStrategy(
         tf_dgc.AveragingConfig(period=2), transport=transport
     ),
+    "flights": lambda transport: tf_dgc.ParameterAveragingStrategy(
+        tf_dgc.AveragingConfig(period=2, overlap=1), transport=transport
+    ),
 }
 
 
@@ -124,6 +127,8 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(len(own.summary), 1)
         self.assertEqual(set(own.summary[0]) - {e["name"] for e in events}, {"waiting"})
         self.assertGreater(own.summary[0]["computing"], 0)
+        flies = any(e["name"] == marks.FLIGHT for e in events)
+        self.assertEqual(flies, kind == "flights")
 
     def test_shares_of_an_epoch_are_logged(self) -> None:
         own = callbacks.CompressionStats(times=True)

@@ -1,6 +1,6 @@
 """Parameters are averaged in rounds, after local steps.
 
-Axes: N workers.
+Axes: N workers, or sites, whose workers take their steps together.
 """
 
 import math
@@ -15,6 +15,7 @@ from tf_dgc import values
 from tf_dgc.config import AveragingConfig
 from tf_dgc.exchanges import formats
 from tf_dgc.exchanges.anchors import Anchor, Outer
+from tf_dgc.exchanges.at_site import AtSite, is_of_site
 from tf_dgc.exchanges.base import Apply, Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.channel import Channel
 from tf_dgc.exchanges.compressed import Compressed
@@ -69,6 +70,7 @@ class Averaged(Exchange):
         expected: Expected,
         loss: tf.Variable,
         channel: Channel | None,
+        taken_over: TakenOver | None = None,
     ) -> None:
         """Create the variables, outside of any graph; compare forms over the workers.
 
@@ -78,23 +80,27 @@ class Averaged(Exchange):
             expected: what belongs to the owner.
             loss: shape [], float64.
             channel: for rounds in flight; None holds them at once.
+            taken_over: what the optimizer leaves to the exchange within a site.
         """
         super().__init__(place)
         self._config, self._companions = config, expected.companions
-        self._together = Dense(place)  # of synchronous steps
+        self._together = Dense(place._replace(transport=place.transport.everybody))
+        earlier = [each._site for each in place.siblings]
+        self._site = AtSite(place, config, taken_over, earlier)
         if channel is not None:
             channel.wait()  # it is to be free for what opening takes
             place = place._replace(transport=channel.transport)
         self._inner = _inner(place, config, expected.combining)
         self._anchor = self._anchor_of(place, expected)
-        self.progress = PeriodProgress(config, loss)
+        self.progress = PeriodProgress(config, loss, bool(self._site))
         with tf.init_scope():
             for each in self._earlier(place):  # synchronous steps are over, or go on
                 taken = tf.maximum(self._taken, each._taken)
                 self._taken.assign(taken)
         replicas = self.replicas
         if channel is not None:
-            replicas = Replicas(place.transport, place.interval, f"{self.name}.anchor")
+            everybody_aside, name = place.transport.everybody, f"{self.name}.anchor"
+            replicas = Replicas(everybody_aside, place.interval, name)
         training = Training(
             place,
             expected.companions,
@@ -155,29 +161,36 @@ class Averaged(Exchange):
         taken_over: TakenOver | None = None,
         part: Part | None = None,
     ) -> Update:
-        """Return the gradients of a local step, or their sum in synchronous steps."""
-        self._refuse_late_weights()
+        """Return the gradients of a local step, or their sum where it is of several."""
+        late = self._first and self._resumed and self._within
+        self._first = False
+        if late and tf.executing_eagerly():
+            _refuse_late_weights()
         self._anchor.drop_first()
         if part is not None:
             self.progress.note(part)
         first = self._config.synchronous_steps
-        nothing = sums.no_traffic()
+        weight = tf.ones([]) if part is None else part.weight
+        finished = [False] * len(local)
 
-        def own() -> tuple[list[Any], tf.Tensor]:
+        def own() -> tuple[list[Any], tf.Tensor, Any]:
+            if self._site:
+                found = self._site.gradients(local, taken_over, part)
+                finished[:] = found.finished
+                return found.gradients, sums.no_traffic(), found.weight
             whole = self.transport.size if part is None else part.whole
-            return [values.scaled(g, whole) for g in local], nothing
+            return [values.scaled(g, whole) for g in local], sums.no_traffic(), weight
 
-        def together() -> tuple[list[Any], tf.Tensor]:
+        def together() -> tuple[list[Any], tf.Tensor, Any]:
             found = self._together.gradients(local, None, part)
-            return found.gradients, found.traffic
+            return found.gradients, found.traffic, weight
 
-        has_rows = tf.constant(True) if part is None else part.weight > 0
         with tf.device("CPU:0"):
             early = self._taken < first
-        found, traffic = tf.cond(early, together, own) if first else own()
-        self.progress.moves(has_rows, early)
-        applies = None if part is None else has_rows | early
-        return Update(found, [False] * len(found), applies, traffic)
+        gradients, traffic, moving = tf.cond(early, together, own) if first else own()
+        self.progress.moves(weight > 0, early, moving)
+        applies = None if part is None else early | (moving > 0)
+        return Update(gradients, finished, applies, traffic)
 
     def parameters(self) -> None:
         """Count a step that has been applied, and hold a round where it is time."""
@@ -230,7 +243,7 @@ class Averaged(Exchange):
         """Residuals of compression, the position in the period, and what is own."""
         anchors = {f"anchor {i}": v for i, v in enumerate(self._anchor.values)}
         found = {**self._inner.state, **self.progress.state, **anchors}
-        found |= self.rounds.state
+        found |= {**self.rounds.state, **self._site.state}
         for name, variables in (
             (_PARAMETER, self.variables),
             (_AVERAGED, self.averaged),
@@ -261,6 +274,7 @@ class Averaged(Exchange):
         }
         left = {k: v for k, v in arrays.items() if not agreed.get(k.split()[0])}
         inner = {OWNED, *self._inner.state}
+        self._site.load({k: left.pop(k) for k in list(left) if is_of_site(k)})
         self._inner.load({k: v for k, v in left.items() if k in inner}, steps)
         super().load({k: v for k, v in left.items() if k not in inner}, steps)
         self.progress.loaded()
@@ -270,32 +284,31 @@ class Averaged(Exchange):
 
     def flush(self, variables: Sequence[Any], apply: Apply) -> None:
         """Step, eagerly, along what compression keeps back; then clear it."""
+        self._site.flush(variables, apply)
         self._inner.flush(
             variables, lambda update, own: self._anchor.take(update[0], own)
         )
 
     def kept(self) -> list[tf.Tensor]:
         """Return what compression keeps back."""
-        return self._inner.kept()
+        return self._inner.kept() + self._site.kept()
 
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
-        return self._inner.tensor_stats(reset)
+        return self._inner.tensor_stats(reset) + self._site.tensor_stats(reset)
 
     def stats(self) -> RoundStats:
         """Return how it goes on."""
         return self.progress.stats()
 
-    def _refuse_late_weights(self) -> None:
-        """Refuse what was restored when the step had its gradients already."""
-        first, self._first = self._first, False
-        late = first and self._resumed and tf.executing_eagerly()
-        if late and self._within:
-            raise ValueError(
-                "What was saved in the midst of a period must be restored before a "
-                "step computes its gradient. Received: `restore_state` before the "
-                "first step of a model with run_eagerly=True. Train a step before it."
-            )
+
+def _refuse_late_weights() -> None:
+    """Refuse what was restored when the step had its gradients already."""
+    raise ValueError(
+        "What was saved in the midst of a period must be restored before a "
+        "step computes its gradient. Received: `restore_state` before the "
+        "first step of a model with run_eagerly=True. Train a step before it."
+    )
 
 
 def _inner(place: Place, config: AveragingConfig, combining: Combining) -> Exchange:
@@ -345,14 +358,14 @@ class Averaging:
     """Makes the exchanges of parameter averaging, for a `Ledger`.
 
     Attributes:
-        lockstep: whether it begins with synchronous steps.
+        lockstep: whether some steps are of several workers.
         loss: shape [], float64, that an adaptive period follows.
     """
 
     def __init__(self, config: AveragingConfig) -> None:
         """Create the loss, outside of any graph."""
         self._config = config
-        self.lockstep = config.synchronous_steps > 0
+        self.lockstep = config.synchronous_steps > 0 or config.within is not None
         self._expected: weakref.WeakKeyDictionary[Any, Expected] = (
             weakref.WeakKeyDictionary()
         )
@@ -365,10 +378,16 @@ class Averaging:
         self._expected[owner] = expected
 
     def __call__(self, place: Place, taken_over: TakenOver | None) -> Averaged:
-        """Make an exchange; momentum stays the optimizer's own."""
+        """Make an exchange; momentum is corrected where sites compress gradients."""
         expected = self._expected[place.owner()]
         channel = self._channel_of(place) if self._config.overlap else None
-        return Averaged(place, self._config, expected, self.loss, channel)
+        args = place, self._config, expected, self.loss, channel
+        return Averaged(*args, taken_over)
+
+    def flights(self) -> list[tuple[float, float]]:
+        """Return when rounds departed and came, in seconds, since the last time."""
+        times = None if self._channel is None else self._channel.times
+        return [times.popleft() for _ in range(len(times))] if times else []
 
     def _channel_of(self, place: Place) -> Channel:
         """Return what holds rounds in flight; a new one where a ledger begins anew."""

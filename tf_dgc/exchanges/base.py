@@ -92,6 +92,7 @@ class Update(NamedTuple):
     finished: list[bool]  # per gradient: it is SGD's step, momentum and rate in it
     applies: tf.Tensor | None = None  # shape [], bool: False where all skip; None: True
     traffic: tf.Tensor | None = None  # of this worker, see `sums.traffic_of`
+    weight: tf.Tensor | None = None  # of all workers: shape []; None: not known
 
 
 Apply = Callable[[Update, Sequence[Any]], None]

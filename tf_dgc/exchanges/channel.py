@@ -5,9 +5,11 @@ thread makes its collectives in the same order everywhere, over a transport of i
 """
 
 import atexit
+import collections
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,6 +19,7 @@ from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.transports import ending
 from tf_dgc.transports.base import Transport
 
+_KEPT = 1000  # jobs whose times are known
 _LOOK_SECONDS = 0.5  # so often a signal comes through where the main thread waits
 
 
@@ -27,6 +30,7 @@ class Flight:
         """Take what is to be done."""
         self._work, self._over = work, threading.Event()
         self.error: BaseException | None = None
+        self.begun = time.time()
 
     def do(self) -> None:
         """Do it; what it raises is kept."""
@@ -54,6 +58,7 @@ class Channel:
     Attributes:
         transport: of the thread; the program makes no collective over it while a job
             is not done.
+        times: when jobs were handed over, and were done, in seconds; the last ones.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -67,9 +72,11 @@ class Channel:
         """
         self._jobs: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._last: Flight | None = None
-        self._thread = threading.Thread(
-            target=functools.partial(_serve, self._jobs), daemon=True
+        self.times: collections.deque[tuple[float, float]] = collections.deque(
+            maxlen=_KEPT
         )
+        serve = functools.partial(_serve, self._jobs, self.times)
+        self._thread = threading.Thread(target=serve, daemon=True)
         # In a thread that has no strategy, as there may be variables.
         self.transport = unseen(lambda: transport.aside(self._thread))
         self._thread.start()
@@ -98,9 +105,13 @@ class Channel:
         self.end()
 
 
-def _serve(jobs: "queue.SimpleQueue[Flight | None]") -> None:
+def _serve(
+    jobs: "queue.SimpleQueue[Flight | None]",
+    times: "collections.deque[tuple[float, float]]",
+) -> None:
     while (job := jobs.get()) is not None:
         job.do()
+        times.append((job.begun, time.time()))
 
 
 class Arrival:

@@ -136,7 +136,7 @@ class Compressed(Exchange):
         for i, tensor in zip(self._large, self.mode.gradients(), strict=True):
             found[i] = None if tensor is None else tf.cast(tensor, local[i].dtype)
         with tf.device("CPU:0"):
-            return Update(found, flags, ok, told.traffic + traffic)
+            return Update(found, flags, ok, told.traffic + traffic, told.weight)
 
     def _clipped(
         self,

@@ -31,4 +31,4 @@ class Dense(Exchange):
         seat = tf.one_hot(transport.rank, transport.size)
         zero = tf.zeros([])
         told = weighed_sum(transport, local, self.name, seat, zero, part, repeats)
-        return Update(told.gradients, finished, None, told.traffic)
+        return Update(told.gradients, finished, None, told.traffic, told.weight)

@@ -134,6 +134,7 @@ class StepStats(NamedTuple):
     reduced tensors, and what tells each worker's rows; the network's own framing not.
     With `hierarchical` they are those between hosts, the same for all workers of a
     host, where each takes part in a dense sum of all gradients, which is not counted.
+    So it is with sites of averaging: what they exchange within is not counted.
 
     Attributes:
         sent_bytes: shape [], int64.

@@ -176,8 +176,8 @@ class Flights(Rounds):
         own = self._training
         own.replicas.compare(own.anchor.values, tf.reduce_max(headers.moved))
         changes = own.anchor.changes([v.read_value() for v in self._departed])
-        count = averaging.count(headers.moved)
-        shares = averaging.shares(changes, header.moved, count)
+        divisor = averaging.divisor(headers, header.rows)
+        shares = averaging.shares(changes, header.moved, divisor)
         update = own.inner.gradients(shares, None)
         for change, found in zip(self._changes, update.gradients, strict=True):
             change.assign(found)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import values
+from tf_dgc import averaging, values
 from tf_dgc.compression import arena
 from tf_dgc.config import CHOSEN_SPARSITY, PAPER, DGCConfig
 from tf_dgc.exchanges import formats
@@ -26,10 +26,10 @@ from tf_dgc.exchanges.parts import (
     row_of,
     seated,
 )
-from tf_dgc.exchanges.records import Record, adds_up
+from tf_dgc.exchanges.records import WITHIN, Record, adds_up
 from tf_dgc.transports import grid
 from tf_dgc.transports.base import Transport
-from tf_dgc.transports.mesh import HierarchicalTransport, hosts_of
+from tf_dgc.transports.mesh import HierarchicalTransport, Sites, hosts_of
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -165,8 +165,8 @@ def gradients(
         name: prefix of the names of the collectives.
         part: what they count; None where those of all count alike.
     """
-    if not isinstance(transport, HierarchicalTransport):
-        return local, part
+    if not isinstance(transport, HierarchicalTransport) or isinstance(transport, Sites):
+        return local, part  # sites have an exchange of their own within
     everybody, ranks = transport.everybody, transport.members[transport.rank]
     workers, ratio = everybody.size, transport.size / everybody.size
     if part is None:
@@ -191,6 +191,34 @@ def gradients(
     return all_scaled(summed, scale), part
 
 
+def told_of_site(transport: Transport, header: averaging.Header) -> averaging.Header:
+    """Return what the workers of a site tell other sites, which all of them have then.
+
+    Args:
+        transport: between sites; elsewhere a worker tells its own.
+        header: of this worker.
+    """
+    if not isinstance(transport, Sites):
+        return header
+    own = [header.unsettled > 0, header.loss, header.stops]
+    own = [tf.cast(each, tf.float64) for each in own]
+    with tf.device("CPU:0"):
+        unsettled, loss, stops = transport.reduce(own, "told")
+    workers = len(transport.members[transport.rank])
+    return header._replace(
+        unsettled=unsettled,  # how many workers, and not steps
+        loss=loss / workers,
+        stops=tf.cast(stops > 0, tf.float64),
+    )
+
+
+def of_site(transport: Transport, parts: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the sums over a site of parts of a mean; elsewhere a worker's own."""
+    if not isinstance(transport, Sites):
+        return parts
+    return transport.reduce(parts, "statistics")
+
+
 def own_records(transport: Transport, found: Sequence[Record]) -> list[Record]:
     """Return what is saved of this worker, so that the sum over all is that of nodes.
 
@@ -202,7 +230,8 @@ def own_records(transport: Transport, found: Sequence[Record]) -> list[Record]:
         return list(found)
 
     def left(name: str, array: np.ndarray) -> np.ndarray:
-        return np.zeros_like(array) if adds_up(name) else array
+        of_node = adds_up(name) and name.split()[0] != WITHIN
+        return np.zeros_like(array) if of_node else array
 
     return [_changed(record, left) for record in found]
 
@@ -210,13 +239,17 @@ def own_records(transport: Transport, found: Sequence[Record]) -> list[Record]:
 def joined(transport: Transport, found: Sequence[Record]) -> list[Record]:
     """Return what a node takes over of its workers' records; all workers call this.
 
-    The sum of what adds up over the workers, and the mean of what does not.
+    The sum of what adds up over the workers, and the mean of what does not; at a site,
+    where each worker has more of its own, that stays.
     """
     if not isinstance(transport, HierarchicalTransport):
         return list(found)
     count = len(transport.members[transport.rank])
+    own = isinstance(transport, Sites)
 
     def together(name: str, array: np.ndarray) -> np.ndarray:
+        if own and (name.split()[0] == WITHIN or not adds_up(name)):
+            return array
         # In float64 the mean of what is the same is the same again.
         (total,) = transport.reduce([tf.constant(array, tf.float64)], "records")
         whole = total.numpy() / (1 if adds_up(name) else count)

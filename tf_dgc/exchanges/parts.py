@@ -53,6 +53,7 @@ class Told(NamedTuple):
     nonfinite: tf.Tensor  # of each worker; shape [N], float32, on the host
     factor: tf.Tensor  # of this worker's gradients; shape [], float32, on the host
     traffic: tf.Tensor  # see `sums.traffic_of`
+    weight: tf.Tensor | None = None  # of all workers, added up; None: not known
 
 
 _STOPS = 0.5
@@ -109,7 +110,8 @@ def weighed_sum(
             total = tf.reduce_sum(weights)
         share = tf.math.divide_no_nan(tf.constant(float(part.whole)), total)
         factor = share * part.weight
-    return Told(all_scaled(found.gradients, share), flags, factor, found.traffic)
+    gradients = all_scaled(found.gradients, share)
+    return Told(gradients, flags, factor, found.traffic, total)
 
 
 def row_of(nonfinite: Any, part: Part | None) -> tf.Tensor:

@@ -29,15 +29,20 @@ class PeriodProgress:
             before the last round.
         components: shape [K], string: what the numbers of batches are of.
         loss: shape [], float64, that an adaptive period follows; of all exchanges.
+        rows: shape [], float64, of these local steps, of a site; 1 of a worker alone.
     """
 
-    def __init__(self, config: AveragingConfig, loss: tf.Variable) -> None:
+    def __init__(
+        self, config: AveragingConfig, loss: tf.Variable, of_site: bool = False
+    ) -> None:
         """Create the variables, outside of any graph.
 
         Args:
             config: the settings.
             loss: shape [], float64.
+            of_site: whether the steps are those of several workers.
         """
+        self._of_site = of_site
         self._config, self.loss = config, loss
         self._ballot: Ballot | None = None
         period = config.max_period if isinstance(config.period, str) else config.period
@@ -47,6 +52,8 @@ class PeriodProgress:
             self.position = own_variable(zero, "averaging_position")
             self.moved = own_variable(zero, "averaging_moved")
             self.unsettled = own_variable(zero, "averaging_unsettled")
+            counted = tf.constant(0.0 if of_site else 1.0, tf.float64)
+            self.rows = own_variable(counted, "averaging_rows")
             first = tf.constant(period, tf.int64)
             self.period = own_variable(first, "averaging_period")
             self.rounds = own_variable(zero, "averaging_rounds")
@@ -76,12 +83,21 @@ class PeriodProgress:
             self._read.assign_add(tf.cast(part.witness, tf.float64) / place)
             self.components.assign(part.components)
 
-    def moves(self, has_rows: tf.Tensor, early: tf.Tensor) -> None:
+    def moves(self, has_rows: tf.Tensor, early: tf.Tensor, weight: tf.Tensor) -> None:
         """Count what this worker has of a step, which may be an early, synchronous one.
 
-        A worker without rows has not moved, and is left out of the mean.
+        A worker without rows has not moved, and is left out of the mean; one of a site
+        moves as that does.
+
+        Args:
+            has_rows: whether this worker has any.
+            early: whether the step is of all workers.
+            weight: of all rows that it moves by: shape [].
         """
-        self.moved.assign_add(tf.cast(has_rows & ~early, tf.int64))
+        if self._of_site:
+            own = tf.where(early, tf.zeros_like(weight), weight)
+            self.rows.assign_add(tf.cast(own, tf.float64))
+        self.moved.assign_add(tf.cast((weight > 0) & ~early, tf.int64))
         self.unsettled.assign_add(tf.cast(has_rows, tf.int64))
 
     def step(self) -> tf.Tensor:
@@ -125,6 +141,7 @@ class PeriodProgress:
             self._rate,
             *tf.unstack(self._read.read_value()),
         )
+        header = header._replace(rows=self.rows)
         if self._ballot is not None:
             header = header._replace(stops=self._ballot.own.read_value())
         return header
@@ -150,13 +167,16 @@ class PeriodProgress:
         for counter in (self.position, self.moved):
             counter.assign(0)
         self._read.assign(tf.zeros_like(self._read))
+        if self._of_site:
+            self.rows.assign(0.0)
 
     # State.
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
         """Counters of the period."""
-        return {
+        found = {"rows": self.rows} if self._of_site else {}
+        return found | {
             "steps": self.taken,
             "position": self.position,
             "moved": self.moved,

@@ -28,12 +28,14 @@ OWED = ("residual", "velocity")
 PARTS = "parts of split layers"
 # First of the variables of an account of what a strategy has chosen; a text follows.
 CHOICE = "choice of a strategy"
+# First word of the names of arrays of what the workers of a site exchange in steps.
+WITHIN = "within"
 _MAX_ELEMENTS = 2**31  # of an array, as of an arena
 
 
 def adds_up(name: str) -> bool:
     """Tell whether it is the sum over the workers of an array that is to stay."""
-    return name.split()[0] in OWED
+    return name.removeprefix(f"{WITHIN} ").split()[0] in OWED
 
 
 def save(transport: Transport, path: Any, records: Sequence[Record]) -> None:

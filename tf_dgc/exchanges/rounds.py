@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host, averaging, values
+from tf_dgc.exchanges import nodes
 from tf_dgc.exchanges.anchors import Anchor
 from tf_dgc.exchanges.base import Exchange, Place
 from tf_dgc.exchanges.figures import Counters, counted
@@ -18,6 +19,7 @@ from tf_dgc.exchanges.progress import PeriodProgress
 from tf_dgc.exchanges.replicas import Replicas
 from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
+from tf_dgc.transports.mesh import Sites
 
 HEADER_BYTES = 8 * len(averaging.Header._fields)
 
@@ -55,7 +57,7 @@ class Training(NamedTuple):
         """Return what this worker tells at the start of a round."""
         nonfinite = values.first_nonfinite(self.variables)
         told = self.progress.header(self.place.number, nonfinite, done)
-        return averaging.write(told)
+        return averaging.write(nodes.told_of_site(self.place.transport, told))
 
     def checked(self, headers: averaging.Header) -> averaging.Header:
         """Return what all tell, which fails where they cannot go on together."""
@@ -69,9 +71,12 @@ class Training(NamedTuple):
             return averaging.Header(*[tf.identity(field) for field in headers])
 
     def parts(self, headers: averaging.Header) -> list[tf.Tensor]:
-        """Return this worker's part of the mean of what is averaged."""
-        count = averaging.count(headers.unsettled)
-        return averaging.shares(self.averaged, self.progress.unsettled, count)
+        """Return this worker's part of the mean of what is averaged, or its site's."""
+        transport, count = self.place.transport, averaging.count(headers.unsettled)
+        if isinstance(transport, Sites):
+            count = tf.maximum(tf.reduce_sum(headers.unsettled), 1.0)
+        own = averaging.shares(self.averaged, self.progress.unsettled, count)
+        return nodes.of_site(transport, own)
 
     def assign_means(
         self, variables: Sequence[Any], parts: Sequence[tf.Tensor]
@@ -175,7 +180,7 @@ class RoundsAtOnce(Rounds):
         before = [v.read_value() for v in own.variables] if parameters else []
         parts, averaged = own.parts(headers), own.averaged
         traffic = header_traffic(own.place.transport)
-        moved = averaging.count(headers.moved)
+        moved = averaging.divisor(headers, progress.rows)
         if parameters and own.anchor:
             changes = own.anchor.changes(before)
             shares = averaging.shares(changes, progress.moved, moved)

@@ -10,8 +10,8 @@ from tf_dgc.exchanges import Averaging
 from tf_dgc.exchanges.figures import RoundStats
 from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.strategies.averaging_inner import AveragingInner
-from tf_dgc.strategies.base import BaseStrategy
-from tf_dgc.transports import Transport, resolve
+from tf_dgc.strategies.base import BaseStrategy, agree
+from tf_dgc.transports import Transport, resolve, sites
 from tf_dgc.transports.mesh import Mesh
 
 
@@ -26,6 +26,9 @@ class ParameterAveragingStrategy(BaseStrategy):
 
     In a loop of one's own `flush(model)` holds a round. There, all variables of
     floating point that were made in the scope as not trainable count as statistics.
+
+    With `AveragingConfig(within=...)` the workers of a site take each step together,
+    as those of `DenseStrategy` or `DGCStrategy` do, and sites average.
 
     Within a period the weights of each worker are a part of its state: `save_state`
     writes them then, with its optimizer's, and `restore_state` brings them back.
@@ -73,7 +76,7 @@ class ParameterAveragingStrategy(BaseStrategy):
         try:
             found = resolve(transport)  # before any variable is made
             make = unseen(lambda: Averaging(config))
-            super().__init__(Mesh.over(found), config, make)
+            super().__init__(self._mesh_of(found, config), config, make)
         except RuntimeError as error:
             if hasattr(config.outer_optimizer, "apply"):
                 raise RuntimeError(
@@ -81,6 +84,15 @@ class ParameterAveragingStrategy(BaseStrategy):
                     "`outer_optimizer=lambda: keras.optimizers.SGD(...)`."
                 ) from error
             raise
+
+    def _mesh_of(self, transport: Transport, config: AveragingConfig) -> Mesh:
+        """Return the mesh of the workers, or of their sites; all workers call this."""
+        mesh = Mesh.over(transport)
+        if config.within is None:
+            return mesh
+        # Before it is acted on, as it makes workers meet.
+        agree(type(self).__name__, mesh.everybody, config)
+        return Mesh.of(sites.among(mesh.everybody))
 
     def round_stats(self) -> RoundStats:
         """Return how many rounds there were, and what the last one found."""

@@ -71,8 +71,7 @@ class AveragingInner(Inner):
     def flush(self, model: keras.Model) -> None:
         """Hold a round, and apply what compression keeps back of a model."""
         self._hold_round(resumed=True)
-        own = [v.value for v in model.weights]
-        self.core.ledger.flush(own, lambda *_: None)
+        super().flush(model)
         constrain(model.trainable_variables)
 
     @property

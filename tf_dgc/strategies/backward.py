@@ -15,7 +15,6 @@ from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.strategies.weights import GradientWeights
-from tf_dgc.transports import Transport
 
 
 class Backward:
@@ -23,7 +22,7 @@ class Backward:
 
     def __init__(
         self,
-        transport: Transport,
+        replicas: int,
         current: Current,
         rows: Rows,
         early: Early,
@@ -35,7 +34,7 @@ class Backward:
         """Take what is known of a step.
 
         Args:
-            transport: of the strategy.
+            replicas: N, by which scripts divide losses.
             current: the step that runs.
             rows: of this worker.
             early: gradients that are exchanged before they are applied.
@@ -44,7 +43,7 @@ class Backward:
             at_once: follows what a step makes of its gradients.
             local: whether a step is this worker's alone.
         """
-        self._transport, self._current = transport, current
+        self._replicas, self._current = float(replicas), current
         self._rows, self._early, self._weights = rows, early, weights
         self._warnings, self._at_once, self._local = warnings, at_once, local
 
@@ -162,16 +161,16 @@ class Backward:
         way = losses.way_of(targets) if all(rows) else None
         if way is None:
             return None
-        scale = float(self._transport.size) ** -way[1]
+        scale = self._replicas ** -way[1]
         if way[0] == BY_ROWS:
-            scale = scale * self._rows.own_share()
+            scale = scale * self._rows.share_of_all()
         return [tf.fill(tf.shape(t), tf.cast(scale, t.dtype)) for t in targets]
 
     def _weighed(
         self, losses: Losses, targets: list[Any], given: Any
     ) -> tuple[str, list[Any], Any]:
         """Return the way of gradients, what they are of, and what that counts."""
-        size = float(self._transport.size)
+        size = self._replicas
         way = losses.way_of(targets)
         if way is None:
             try:
@@ -192,7 +191,7 @@ class Backward:
         if self._current.step.meets and not self._local:
             own = tf.where(self._rows.empty, 0.0, 1.0)
             if kind == BY_ROWS:
-                own = self._rows.own_share()
+                own = self._rows.share_of_all()
             kind, scale = SUMMED, scale * own
         if isinstance(scale, float) and scale == 1.0:
             return kind, targets, given

@@ -59,9 +59,28 @@ class Core:
 
     def kinds_of_steps(self) -> tuple[bool, bool, bool]:
         """Return what `Share` asks of steps."""
-        clips_sum = not isinstance(self.config, DGCConfig)
-        averages = isinstance(self.config, AveragingConfig)
+        clips_sum = not isinstance(self.in_steps, DGCConfig)
+        averages = isinstance(self.in_steps, AveragingConfig)
         return clips_sum, not self.ledger.lockstep, averages
+
+    @property
+    def in_steps(self) -> DGCConfig | AveragingConfig | DownpourConfig | None:
+        """Settings of what workers exchange in each step; None for whole gradients."""
+        if self.of_all:
+            return self.config
+        within = getattr(self.config, "within", None)
+        return within if isinstance(within, DGCConfig) else None
+
+    @property
+    def over(self) -> Transport:
+        """Transport between the workers of the training step that runs, or all."""
+        trains = self.share is not None and self.share.step.trains
+        return self.mesh.together if trains else self.transport
+
+    @property
+    def of_all(self) -> bool:
+        """Tell whether workers that take a step together are all, and not a site's."""
+        return self.mesh.together is self.transport
 
     def decide(self, config: DGCConfig | AveragingConfig | None, make: Make) -> None:
         """Take other settings and exchanges, before the first step."""

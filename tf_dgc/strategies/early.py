@@ -78,6 +78,8 @@ class Early:
             way = step.before.setdefault(id(variable), way)
             if gradient is not None and way == BY_ROWS:
                 gradient = values.scaled(gradient, self._rows.own_share())
+            elif gradient is not None and self._rows.others != 1.0:
+                gradient = values.scaled(gradient, self._rows.others)
             weighed.append(gradient)
         given = [g for g in self._rows.counted(weighed) if g is not None]
         totals = iter(sums.dense(self._transport, given, "early").gradients)

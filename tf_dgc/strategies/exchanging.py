@@ -36,18 +36,20 @@ class Exchanging:
         core, share = self._core, self._core.share
         if share is not None:
             share.conditions.refuse_undecided()
-        core.warn(optimizers.warnings_about(optimizer, core.mesh.replicas, core.config))
+        workers = core.mesh.replicas
+        core.warn(optimizers.warnings_about(optimizer, workers, core.in_steps))
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
                 core.extended.refuse_foreign(variable)
-        if share is not None and share.step.is_done([v for _, v in pairs]):
+        done = share is not None and share.step.is_done([v for _, v in pairs])
+        if done and core.of_all:
             self._update_only(optimizer, pairs, learning_rate, update)
             return
         part = self._part(optimizer, pairs, learning_rate)
         whole = 1 if part is None else part.whole
         pairs, own = self._without_parts(optimizer, pairs, whole)
         variables = [v for g, v in pairs if g is not None]
-        optimizers.refuse_whole_tensors(optimizer, variables, core.config)
+        optimizers.refuse_whole_tensors(optimizer, variables, core.in_steps)
         args = optimizer, pairs, learning_rate, update
         with core.exchanged():
             step.synchronised(

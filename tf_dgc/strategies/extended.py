@@ -208,13 +208,14 @@ class OneReplicaExtended(OneDevice):
         context.refuse_pending()
         if getattr(fn, "__name__", "") == "check_finite":
             # LossScaleOptimizer: an overflow on one worker is one for all.
-            share = self._container_strategy().inner.share
-            if share is not None:
+            core = self._container_strategy().inner.core
+            if core.share is not None:
                 optimizer = getattr(fn, "__self__", None)
                 inner = _host.keras.inner_optimizers(optimizer)[-1]
                 variables = _host.keras.variables_of(inner)
-                result = share.weights.all_finite(result, args[0], variables)
-            result = self._transport.holds_on_all(result, "finite")
+                weights = core.share.weights
+                result = weights.all_finite(result, args[0], variables)
+            result = core.over.holds_on_all(result, "finite")
         return result
 
     def _reduce_to(
@@ -229,7 +230,8 @@ class OneReplicaExtended(OneDevice):
         self, reduce_op: Any, value_destination_pairs: Any, options: Any
     ) -> Any:
         values = [value for value, _ in value_destination_pairs]
-        return self._reductions.reduced(reduce_op, values)
+        core = self._container_strategy().inner.core
+        return self._reductions.reduced(reduce_op, values, core.over)
 
     def of_first(self, value: Any) -> tf.Tensor:
         """Return what rank 0 has of a variable of a metric; all workers call this."""

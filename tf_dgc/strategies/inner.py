@@ -49,7 +49,8 @@ class Inner:
     def join(self) -> None:
         """Make what several workers have."""
         core, transport = self.core, self.core.transport
-        core.share = Share(transport, *core.kinds_of_steps())
+        kinds, together = core.kinds_of_steps(), core.mesh.together
+        core.share = Share(together, *kinds, everybody=transport)
         self.own_batches = OwnBatches(transport)
         core.stopping = Stopping(transport, core.ledger, lambda: self.settle())
         self.early_ends = EarlyEnds(transport, self.own_batches)
@@ -193,7 +194,7 @@ class Inner:
                 "`strategy.exchange` must be called in a step of a model, as its "
                 "`train_step`, which `fit` runs"
             )
-        if isinstance(self.core.config, DGCConfig):
+        if isinstance(self.core.in_steps, DGCConfig):
             raise ValueError(
                 "`strategy.exchange` must not be called with DGCConfig: workers send a "
                 "part of each gradient. DGCConfig(clip_norm=...) clips them"

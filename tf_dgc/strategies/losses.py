@@ -77,6 +77,7 @@ class Losses:
         size: int,
         total: Callable[[list[tf.Tensor]], list[tf.Tensor]],
         rank: Any = 0,
+        replicas: int | None = None,
     ) -> None:
         """Begin with none.
 
@@ -85,11 +86,12 @@ class Losses:
             size: N.
             total: returns the sums of numbers over all workers, all of which call it.
             rank: of this worker.
+            replicas: by how many workers the step divides; by default N.
         """
         self.reading, self._total = reading, total
         self._cuts = Cuts(reading, size)
         self._totals = CutTotals(total, size, rank)
-        self._formula = Formula(self._cuts, size)
+        self._formula = Formula(self._cuts, size if replicas is None else replicas)
         # Workers that have rows.
         self._present = Cut("present", None, tf.ones([]), 1.0)
 

@@ -16,12 +16,14 @@ import tensorflow as tf
 from tf_dgc.strategies.base import BaseStrategy
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
+from tf_dgc.transports.mesh import Sites
 
 _COLLECTIVES: Final = ("all_reduce", "all_gather", "all_to_all")
 _EXCHANGES: Final = ("gradients", "parameters")
 # Names of what is not a collective.
 EXCHANGE: Final = "exchange"
 APPLY: Final = "apply"
+FLIGHT: Final = "round in flight"
 _BARRIERS = 5
 
 
@@ -29,7 +31,7 @@ class Span(NamedTuple):
     """A piece of a worker's time.
 
     Attributes:
-        name: EXCHANGE, APPLY, or that of a collective.
+        name: EXCHANGE, APPLY, FLIGHT, or that of a collective.
         begin: seconds since the epoch, by the worker's own clock.
         end: the same.
     """
@@ -79,6 +81,9 @@ class StepMarks:
         """Note from now on what passes."""
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._transport, self._ledger = strategy.transport, strategy._ledger
+        self._mesh = strategy.mesh
+        make = strategy.inner.core.make
+        self._flights: Callable[[], list[Any]] = getattr(make, "flights", list)
         self._names: list[str] = []
         with tf.init_scope(), tf.device("CPU:0"):
             # Without a limit, and filled from several threads.
@@ -86,9 +91,10 @@ class StepMarks:
         self._attach()
 
     def _attach(self) -> None:
-        for transport in {id(t): t for t in self._transports()}.values():
+        for transport, site in {id(t[0]): t for t in self._transports()}.values():
             for method in _COLLECTIVES:
-                setattr(transport, method, self._around(getattr(transport, method)))
+                noted = self._around(getattr(transport, method), site)
+                setattr(transport, method, noted)
         gradients, parameters = (getattr(self._ledger, name) for name in _EXCHANGES)
 
         def exchanged(owner: object, local: Sequence[Any], *args: Any) -> Any:
@@ -112,21 +118,26 @@ class StepMarks:
 
     def detach(self) -> None:
         """Leave the strategy as it was."""
-        for part in (*self._transports(), self._ledger):
+        for part in (*(each for each, _ in self._transports()), self._ledger):
             for method in (*_COLLECTIVES, *_EXCHANGES):
                 vars(part).pop(method, None)
 
-    def _transports(self) -> tuple[Transport, Transport]:
-        return self._transport, self._ledger.transport
+    def _transports(self) -> list[tuple[Transport, str]]:
+        """Return transports, and the site whose collectives these are, if one's."""
+        found = [(self._transport, ""), (self._ledger.transport, "")]
+        sites = self._mesh.voices
+        if isinstance(sites, Sites):
+            found.append((sites.within, f"{sites.hosts[sites.rank]}: "))
+        return found
 
     def _event(self, name: str) -> int:
         """Return the number of the beginning of something; its end has the next."""
         self._names += [name, name]
         return len(self._names) - 2
 
-    def _around(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, collective: Callable[..., Any], site: str) -> Callable[..., Any]:
         def noted(tensors: Any, name: str, *args: Any) -> Any:
-            event = self._event(name)
+            event = self._event(site + name)
             found = collective(self._mark(event, tensors), name, *args)
             return self._mark(event + 1, found)
 
@@ -148,7 +159,7 @@ class StepMarks:
         count = int(self._noted.size())
         events, times = self._noted.dequeue_many(count) if count else ((), ())
         begun: dict[int, list[float]] = {}
-        found: list[Span] = []
+        found = [Span(FLIGHT, *times) for times in self._flights()]
         last = 0.0  # end of an exchange
         for event, now in sorted(
             ((int(e), float(t)) for e, t in zip(events, times, strict=True)),

@@ -13,24 +13,27 @@ from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.cuts import NotKnown
 from tf_dgc.strategies.losses import SUMMED
 from tf_dgc.strategies.rows import Rows
-from tf_dgc.transports import Transport
 
 
 class StepMeans:
     """Numbers that a step gives to metrics, or returns."""
 
     def __init__(
-        self, transport: Transport, current: Current, rows: Rows, local: bool
+        self,
+        replicas: int,
+        current: Current,
+        rows: Rows,
+        local: bool,
     ) -> None:
         """Take what is known of a step.
 
         Args:
-            transport: of the strategy.
+            replicas: N, by which Keras and scripts divide losses.
             current: the step that runs.
             rows: of this worker.
             local: whether a step is this worker's alone.
         """
-        self._transport, self._current = transport, current
+        self._replicas, self._current = replicas, current
         self._rows, self._local = rows, local
         self._by_keras: collections.deque[Any] = collections.deque(maxlen=8)
 
@@ -56,15 +59,15 @@ class StepMeans:
             The number as one process has it, or what this worker has of it, and its
             weight: shape [], or what is given where that is right.
         """
-        step, workers = self._current.step, self._transport.size
+        step = self._current.step
         if step.model is None:
             divided = any(value is each for each in self._by_keras)
-            return (value * workers if divided else value), given
+            return (value * self._replicas if divided else value), given
         if self._local or step.in_branch():
             return value, given
         value, is_whole = self._whole(value)
         if given is None and not is_whole:
-            given = workers * self._rows.own_share()
+            given = self._rows.over.size * self._rows.own_share()
         return value, given
 
     def in_logs(self, value: Any) -> Any:
@@ -86,7 +89,7 @@ class StepMeans:
                 return losses.value([value]), True
         except NotKnown:
             return value, False
-        scale = float(self._transport.size) ** -way[1]
+        scale = float(self._replicas) ** -way[1]
         return (value * tf.cast(scale, value.dtype) if way[1] else value), False
 
 

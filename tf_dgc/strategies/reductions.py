@@ -15,23 +15,21 @@ class Reductions:
         """Take the transport of the strategy."""
         self._transport = transport
 
-    def reduced(self, reduce_op: Any, values: list[Any]) -> Any:
-        """Return the sums, or means, of values; all workers call this."""
+    def reduced(self, reduce_op: Any, values: list[Any], over: Transport) -> Any:
+        """Return the sums, or means, of values, over workers that all call this."""
         flat = [_own_value(part) for part in tf.nest.flatten(values)]
         dense = [part for part in flat if isinstance(part, tf.Tensor)]
         read = any(map(_host.distribute.is_metric_variable, values))
         name = "metric" if read else "reduce"
-        sums = iter(self._transport.all_reduce(dense, name))
+        sums = iter(over.all_reduce(dense, name))
         summed = [
             next(sums)
             if isinstance(part, tf.Tensor)
-            else self._transport.sum_slices(part, f"reduce.slices{i}")
+            else over.sum_slices(part, f"reduce.slices{i}")
             for i, part in enumerate(flat)
         ]
         if reduce_op == tf.distribute.ReduceOp.MEAN:
-            summed = [
-                part / tf.cast(self._transport.size, part.dtype) for part in summed
-            ]
+            summed = [part / tf.cast(over.size, part.dtype) for part in summed]
         return tf.nest.pack_sequence_as(values, summed)
 
     def of_first(self, value: Any) -> tf.Tensor:

@@ -25,10 +25,11 @@ class Rows:
         """Create the variables, outside of any graph.
 
         Args:
-            transport: of the strategy.
+            transport: between the workers of a step.
             current: the step that runs.
         """
         self._transport, self._current = transport, current
+        self._everybody = transport
         own = tf.VariableSynchronization.NONE
         # What is done next depends on them.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -36,6 +37,10 @@ class Rows:
                 tf.Variable(value, trainable=False, synchronization=own)
                 for value in (1.0, 0.0)
             )
+
+    def compare_among(self, everybody: Transport) -> None:
+        """Agree among all workers on what is usual, so that their sites can compare."""
+        self._everybody = everybody
 
     def begin(self, rows: Any) -> None:
         """Begin a step with so many rows; None where nobody can tell."""
@@ -78,6 +83,20 @@ class Rows:
 
     # Among those of all workers.
 
+    @property
+    def over(self) -> Transport:
+        """Transport between the workers of the step that runs; of all where none does.
+
+        What is evaluated, and does not train, all workers compute together.
+        """
+        trains = self._current.step.trains
+        return self._transport if trains else self._everybody
+
+    @property
+    def others(self) -> float:
+        """All workers for each one of the step: sums over these stand for all rows."""
+        return self._everybody.size / self.over.size
+
     def shares(self) -> tf.Tensor:
         """Return the share of each worker in the rows of all: shape [N], float32.
 
@@ -85,14 +104,19 @@ class Rows:
         """
         shares, now = self._current.step.shares, graph()
         if now not in shares:
-            gathered = self._transport.all_gather(self._counting(), "row_weights")
+            gathered = self.over.all_gather(self._counting(), "row_weights")
             total = tf.reduce_sum(gathered)
             shares[now] = tf.math.divide_no_nan(gathered, total)
         return shares[now]
 
     def own_share(self) -> tf.Tensor:
         """Return the share of this worker in the rows of all: shape [], float32."""
-        return self.shares()[self._transport.rank]
+        return self.shares()[self.over.rank]
+
+    def share_of_all(self) -> tf.Tensor:
+        """Return about the same in those of all workers, where a step is of some."""
+        own = self.own_share()
+        return own if self.others == 1.0 else own / self.others
 
     def weight(self) -> tf.Tensor:
         """Return the rows of this worker as a multiple of what is usual: shape []."""
@@ -108,7 +132,7 @@ class Rows:
         """Agree in the first step on what is usual, so that weights are about 1."""
 
         def gather() -> None:
-            rows = self._transport.all_gather(self._rows.read_value(), "usual_rows")
+            rows = self._everybody.all_gather(self._rows.read_value(), "usual_rows")
             self._usual.assign(tf.maximum(tf.reduce_max(rows), 1.0))
 
         shares = self._current.step.shares.items()

@@ -1,6 +1,7 @@
 """Share of this worker in the step that runs: its rows, and what its gradients count.
 
-Axis: N workers. What a step is, is known in `current.py`; of its ideas each has a room:
+Axis: N workers, or those of a site, where a step is theirs. What a step is, is known in
+`current.py`; of its ideas each has a room:
 
     rows            how many rows this worker has, and of the rows of all which share
     backward        gradients of a loss, computed so that those of all can become one
@@ -59,22 +60,32 @@ class Share:
     _means, _warnings, _conditions = StepMeans, StepWarnings, Conditions
 
     def __init__(
-        self, transport: Transport, clips_sum: bool, local: bool, averages: bool = False
+        self,
+        transport: Transport,
+        clips_sum: bool,
+        local: bool,
+        averages: bool = False,
+        everybody: Transport | None = None,
     ) -> None:
         """Create the variables, outside of any graph.
 
         Args:
-            transport: of the strategy.
+            transport: between the workers of a step.
             clips_sum: whether optimizers clip what was exchanged.
             local: whether a step is this worker's alone.
             averages: whether all but the first steps are, of which weights are
                 averaged.
+            everybody: between all workers, by whose number scripts divide losses; by
+                default those of a step.
         """
         self._transport, self._current = transport, Current()
-        self.warnings = self._warnings(transport)
+        everybody = transport if everybody is None else everybody
+        self._replicas = everybody.size
+        self.warnings = self._warnings(everybody)
         self.rows = self._rows(transport, self._current)
+        self.rows.compare_among(everybody)
         self._small_steps = SmallSteps()
-        self.logs = Logs(transport)
+        self.logs = Logs(everybody)
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self.decide(clips_sum, local, averages)
 
@@ -95,14 +106,15 @@ class Share:
         self.early = early = self._early(
             transport, current, rows, warnings, at_once, sums, clips_sum
         )
+        replicas = self._replicas
         self.weights = weights = self._weights(
-            transport, current, rows, early, at_once, self._small_steps, local
+            transport, current, rows, early, at_once, self._small_steps, local, replicas
         )
         self.backward = Backward(
-            transport, current, rows, early, weights, warnings, at_once, local
+            replicas, current, rows, early, weights, warnings, at_once, local
         )
         self.conditions = self._conditions(transport, current, at_once, local, sums)
-        self.means = self._means(transport, current, rows, local)
+        self.means = self._means(replicas, current, rows, local)
 
     @property
     def step(self) -> Step:
@@ -179,9 +191,11 @@ class Share:
 
     def _read(self, args: Any, step: Callable[[Any], Any]) -> Any:
         """Run a step, so that its losses can be read."""
-        size = self._transport.size
-        reading = Reading(*slicing.tensors_of(args), size)
-        self.step.losses = Losses(reading, size, self._total, self._transport.rank)
+        over = self.rows.over
+        reading = Reading(*slicing.tensors_of(args), self._replicas)
+        self.step.losses = Losses(
+            reading, over.size, self._total, over.rank, self._replicas
+        )
         with _host.operations.recorded() as writes:
             logs = step(args)
             self._at_once.look_at_results(logs)
@@ -191,16 +205,18 @@ class Share:
             return {name: self.means.in_logs(value) for name, value in logs.items()}
 
     def _total(self, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return sums over the rows of all workers; in a local step an estimate."""
+        """Return sums over the rows of all workers; where a step is of some, about."""
+        rows = self.rows
         if self._local:
-            return [self._transport.size * each for each in numbers]
+            return [rows.over.size * each for each in numbers]
         if self.step.in_branch():
             raise NotKnown(_host.operations.own_line())
-        return self._transport.all_reduce(self.rows.counted(numbers), "loss_sums")
+        found = rows.over.all_reduce(rows.counted(numbers), "loss_sums")
+        return found if rows.others == 1.0 else [rows.others * each for each in found]
 
     def note_asked(self) -> None:
         """Note that a script asks for N; it may divide by it in the step that runs."""
-        self.step.note_asked(self._transport.size)
+        self.step.note_asked(self._replicas)
 
     def note_meeting(self, tensor: Any) -> None:
         """Note that workers meet in the forward pass, and get the same tensor."""

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.exchanges.averaged import Averaged
 from tf_dgc.exchanges.base import Exchange
 
 
@@ -21,6 +22,9 @@ class Snapshot:
             model: of the user.
             exchanges: of its optimizers.
         """
+        self._rounds = [each.rounds for each in exchanges if isinstance(each, Averaged)]
+        for each in exchanges:
+            _ = each.state  # a round in flight is waited for, and is whole then
         owners = [model, *_host.keras.optimizers_of(model)]
         variables = [_host.keras.plain(v) for each in owners for v in each.variables]
         variables += [_host.keras.plain(v) for v in model.metrics_variables]
@@ -32,8 +36,12 @@ class Snapshot:
 
     def put_back(self) -> None:
         """Assign what was copied."""
+        for each in self._rounds:
+            each.forget()
         for variable, value in self._copies:
             variable.assign(tf.cast(value, variable.dtype))
+        for each in self._rounds:
+            each.loaded()
 
 
 def _variables_in(thing: Any) -> Iterator[tf.Variable]:

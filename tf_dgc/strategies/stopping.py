@@ -21,6 +21,7 @@ from tf_dgc.exchanges.parts import Ballot
 from tf_dgc.strategies import fits
 from tf_dgc.strategies.snapshot import Snapshot
 from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports.mesh import Sites
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -59,7 +60,12 @@ class Stopping:
         with tf.init_scope(), tf.device("CPU:0"):
             self.ballot = Ballot(
                 *(
-                    tf.Variable(tf.zeros(shape), trainable=False, synchronization=own)
+                    tf.Variable(
+                        tf.zeros(shape),
+                        trainable=False,
+                        synchronization=own,
+                        shape=[None] * len(shape),  # of sites, where they vote
+                    )
                     for shape in ([], [transport.size])
                 )
             )
@@ -114,14 +120,16 @@ class Stopping:
     def _take_part(self, training: _Training) -> None:
         """Take part in steps of those that train, until all know of this one's vote."""
         model = training.model
-        before = Snapshot(model, self._ledger.exchanges())
+        before, steps = Snapshot(model, self._ledger.exchanges()), 0
         while not self.ballot.last.numpy().any():
             try:
                 *_, iterator = next(training.steps)
                 model.train_function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
-                before.put_back()  # nothing was exchanged
+                if not (steps and isinstance(self._ledger.transport, Sites)):
+                    before.put_back()  # nothing was exchanged
                 return
+            steps += 1
         votes = self.ballot.last.numpy()
         if self._tell(training) and votes.all():
             before.put_back()

@@ -11,7 +11,7 @@ import keras
 from tf_dgc.strategies import marks
 from tf_dgc.strategies.base import BaseStrategy, of_callback
 from tf_dgc.strategies.downpour import DownpourStrategy
-from tf_dgc.strategies.marks import APPLY, EXCHANGE, Reader, Span
+from tf_dgc.strategies.marks import APPLY, EXCHANGE, FLIGHT, Reader, Span
 from tf_dgc.transports import handshake
 
 _logger = logging.getLogger("tf_dgc")
@@ -32,6 +32,8 @@ class Timeline(keras.callbacks.Callback):
     | `waiting` | this worker begins a collective | the last worker begins it |
     | `exchanging` | the last worker has begun it | it ends on this worker |
     | `applying` | the exchange ends | weights are changed |
+
+    Rounds in flight have a third row, from where they depart to where they are there.
 
     All workers need the callback. A step is traced anew when `fit` begins and after it
     has ended; without the callback nothing of it is in a step. Clocks are compared at
@@ -155,7 +157,7 @@ class Timed:
     def figures(self) -> dict[str, float]:
         """Return the logs of an epoch; `slowest_rank` is alike on all workers."""
         spans, seconds = self._marks.take(), time.time() - self._begun
-        found = [s for s in spans if s.name not in (EXCHANGE, APPLY)]
+        found = [s for s in spans if s.name not in (EXCHANGE, APPLY, FLIGHT)]
         network = marks.union((begin, end) for _, begin, end in found)
         # The collective that steps begin with: of those of every step, the first.
         names = [span.name for span in found]
@@ -198,7 +200,9 @@ class _Worker:
         spans = [Span(*each) for each in told["spans"]]
         self.exchanges = [s for s in spans if s.name == EXCHANGE]
         self.applied = [s for s in spans if s.name == APPLY]
-        self.collectives = [s for s in spans if s.name not in (EXCHANGE, APPLY)]
+        self.flights = [s for s in spans if s.name == FLIGHT]
+        others = (EXCHANGE, APPLY, FLIGHT)
+        self.collectives = [s for s in spans if s.name not in others]
 
     def phases(self, last: dict[tuple[str, int], float]) -> list[Span]:
         """Return what this worker did, one after the other.
@@ -250,15 +254,19 @@ def _mean(phases: list[Span], batches: int) -> dict[str, float]:
     }
 
 
-def _events(rows: list[list[Span]], workers: list[_Worker]) -> list[dict[str, Any]]:
+def _events(phased: list[list[Span]], workers: list[_Worker]) -> list[dict[str, Any]]:
     """Return events as the format of Chrome's traces has them."""
     found: list[dict[str, Any]] = []
-    for rank, (phases, worker) in enumerate(zip(rows, workers, strict=True)):
+    for rank, (phases, worker) in enumerate(zip(phased, workers, strict=True)):
         names = {"process_name": (0, f"rank {rank}"), "thread_name": (1, "phases")}
         for kind, (thread, name) in names.items():
             found.append(_about(kind, rank, thread, name))
+        rows = [(1, phases), (2, worker.collectives)]
         found.append(_about("thread_name", rank, 2, "collectives"))
-        for thread, spans in ((1, phases), (2, worker.collectives)):
+        if worker.flights:
+            found.append(_about("thread_name", rank, 3, "rounds in flight"))
+            rows.append((3, worker.flights))
+        for thread, spans in rows:
             found += [
                 {
                     "name": name,

@@ -42,19 +42,22 @@ class GradientWeights:
         at_once: AtOnce,
         small_steps: SmallSteps,
         local: bool,
+        replicas: int,
     ) -> None:
         """Take what is known of a step.
 
         Args:
-            transport: of the strategy.
+            transport: between the workers of the step.
             current: the step that runs.
             rows: of this worker.
             early: gradients that were exchanged before.
             at_once: follows what a step makes of its gradients.
             small_steps: those in which this worker had rows.
             local: whether a step is this worker's alone.
+            replicas: by how many workers scripts divide losses.
         """
         self._transport, self._current = transport, current
+        self._replicas = replicas
         self._rows, self._early, self._at_once = rows, early, at_once
         self._small_steps, self._local = small_steps, local
         self._are_taken = False
@@ -114,7 +117,7 @@ class GradientWeights:
         part = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         guess = step.losses.reading.power_of
         power = replicas.power_between(part, computed, guess)
-        return values.scaled(gradient, float(self._transport.size) ** -power)
+        return values.scaled(gradient, float(self._replicas) ** -power)
 
     def _of_one_way(
         self, gradients: Sequence[Any], variables: Sequence[Any]
@@ -151,7 +154,7 @@ class GradientWeights:
         """Return a gradient that becomes one with those of others in another way."""
         if gradient is None or way == to or self._local:
             return gradient
-        counts = {SUMMED: 1.0, WEIGHED: 1.0 / self._transport.size}
+        counts = {SUMMED: self._rows.others, WEIGHED: 1.0 / self._transport.size}
         own, other = (
             tf.constant(counts[each]) if each in counts else self._rows.own_share()
             for each in (way, to)
@@ -213,7 +216,7 @@ class GradientWeights:
         rate = tf.cast(rate, tf.float32)
         ways = {step.way_of(variable) for variable in variables}
         if step.model is None or ways == {SUMMED}:
-            return Part(rate, one, self._transport.size)
+            return Part(rate, one, self._replicas)
         if self._local:
             if _host.keras.follows_schedule(optimizer):  # by steps of its own
                 rate = tf.constant(float("nan"))

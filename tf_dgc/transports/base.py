@@ -236,11 +236,12 @@ class Transport(abc.ABC):
         summed = self.all_reduce(words, name)
         return [from_words(*pair) for pair in zip(summed, tensors, strict=True)]
 
-    def group(self, parts: Sequence[Sequence[int]]) -> "Transport":
+    def group(self, parts: Sequence[Sequence[int]], apart: bool = False) -> "Transport":
         """Return the same among some of the workers; all workers call this alike.
 
         Args:
             parts: disjoint groups, each of ascending ranks.
+            apart: whether a group may make collectives that others do not make.
 
         Returns:
             A transport in the group that this worker is of, whose ranks are places in

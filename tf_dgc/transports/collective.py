@@ -14,14 +14,14 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, ending, rendezvous
 from tf_dgc.transports.local import LocalTransport
-from tf_dgc.transports.turnstile import END, FLIGHT, STEP, Turnstile
+from tf_dgc.transports.turnstile import END, FLIGHT, GROUP, STEP, Turnstile
 from tf_dgc.transports.watchdog import DONE, LEFT, Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
@@ -131,6 +131,7 @@ class CollectiveTransport(base.Transport):
         self._turnstile = Turnstile()
         self._first_group, self._groups = _FIRST_GROUP, itertools.count(1)
         self.addresses = list(addresses)
+        self._ranks: Sequence[int] = range(len(addresses))  # among all workers
         self._places: dict[int, str] = {}  # where workers wait, and in which call
         self._waits = -1
         self._done_since: dict[int, float] = {}
@@ -186,7 +187,9 @@ class CollectiveTransport(base.Transport):
         result.set_shape(tensor.shape)
         return result
 
-    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+    def group(
+        self, parts: Sequence[Sequence[int]], apart: bool = False
+    ) -> base.Transport:
         """Return the same in the group of which this worker is one.
 
         Group keys of TensorFlow count the groups that were made, on all workers alike.
@@ -197,9 +200,12 @@ class CollectiveTransport(base.Transport):
                 other = self._copy()
                 other.rank, other.size = list(ranks).index(self.rank), len(ranks)
                 other.addresses = [self.addresses[rank] for rank in ranks]
+                other._ranks = [self._ranks[rank] for rank in ranks]
                 other._first_group = group
+                if apart:
+                    other._watch_apart(GROUP)
                 return other
-        return Bystander(self._turnstile)
+        return LocalTransport() if apart else Bystander(self._turnstile)
 
     def _next_group(self) -> int:
         return _FIRST_GROUP + next(self._groups) * _KINDS * len(_REDUCED)
@@ -213,16 +219,16 @@ class CollectiveTransport(base.Transport):
         """Return the same, in groups of its own and with a watchdog of its own."""
         other = self._copy()
         other._first_group = self._next_group()
-        other._turnstile = Turnstile(FLIGHT)
-        other._order = self._new_order()
-        Watchdog(
-            other._turnstile.calls,
-            self.timeout,
-            other._abort_flight,
-            other._flies_in_vain,
-            thread,
-        )
+        other._watch_apart(FLIGHT, thread)
         return other
+
+    def _watch_apart(self, unnamed: str, thread: Any = None) -> None:
+        """Count and order collectives of one's own, with a watchdog of one's own."""
+        self._turnstile = Turnstile(unnamed)
+        self._order = self._new_order()
+        self._done_since = {}
+        calls, vain = self._turnstile.calls, self._apart_in_vain
+        Watchdog(calls, self.timeout, self._abort_apart, vain, thread)
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
@@ -307,8 +313,8 @@ class CollectiveTransport(base.Transport):
             gone |= {int(task) for task in re.findall(r"/task:(\d+)", tasks)}
         if self.rank and "CoordinationService/" in error:
             gone.add(0)  # which has that service; TensorFlow does not say so
-        named = ", ".join(f"{peer} ({self.addresses[peer]})" for peer in sorted(gone))
-        return f" No longer reachable: worker {named}." if gone else ""
+        each = [f"{self._ranks[i]} ({self.addresses[i]})" for i in sorted(gone)]
+        return f" No longer reachable: worker {', '.join(each)}." if gone else ""
 
     def _abort(self) -> None:
         self._places.setdefault(self.rank, self._turnstile.where)
@@ -343,28 +349,29 @@ class CollectiveTransport(base.Transport):
         elsewhere |= STEP in places and any(e.startswith(END) for e in places)
         return elsewhere and int(self._turnstile.calls.numpy()) == calls
 
-    def _abort_flight(self) -> None:
+    def _abort_apart(self) -> None:
         """Abort a collective beside the program's; name those who are not in it."""
         absent = []
         for peer in set(range(self.size)) - {self.rank}:
             try:
-                _host.tensorflow.wait_for_key(self._flight_of(peer), 0.001)
+                _host.tensorflow.wait_for_key(self._wait_of(peer), 0.001)
             except tf.errors.OpError:
-                absent.append(f"{peer} ({self.addresses[peer]})")
-        text = complaint(self.rank, self.timeout, {self.rank: FLIGHT})
+                absent.append(f"{self._ranks[peer]} ({self.addresses[peer]})")
+        own = self._ranks[self.rank]
+        text = complaint(own, self.timeout, {own: self._turnstile.where})
         if absent:
             text += f" Not in it: worker {', '.join(absent)}."
         _host.tensorflow.abort_collectives(text + self._missing())
 
-    def _flight_of(self, rank: int) -> str:
+    def _wait_of(self, rank: int) -> str:
         """Return the key that a worker sets where it waits in this collective."""
-        return f"tf_dgc/flies/{self._first_group}/{self._waits}/{rank}"
+        return f"tf_dgc/apart/{self._first_group}/{self._waits}/{rank}"
 
-    def _flies_in_vain(self, calls: int) -> bool:
+    def _apart_in_vain(self, calls: int) -> bool:
         """Tell the others that this worker waits there, and whether one is done."""
         self._waits = calls
         with contextlib.suppress(tf.errors.OpError):
-            _host.tensorflow.publish(self._flight_of(self.rank))
+            _host.tensorflow.publish(self._wait_of(self.rank))
         return bool(self._done())
 
     def _gone_from_training(self) -> dict[int, str]:
@@ -381,7 +388,7 @@ class CollectiveTransport(base.Transport):
     def _done(self) -> list[int]:
         """Return the workers that have been done for longer than a message takes."""
         for peer in set(range(self.size)) - {self.rank} - self._done_since.keys():
-            if _is_published(f"tf_dgc/done/{peer}"):
+            if _is_published(f"tf_dgc/done/{self._ranks[peer]}"):
                 self._done_since[peer] = time.monotonic()
         late = time.monotonic() - _LEAVE_SECONDS
         return [peer for peer, since in self._done_since.items() if since < late]

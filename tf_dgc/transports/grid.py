@@ -92,9 +92,11 @@ class Grid(base.Transport):
         """Name of this worker's host."""
         return self._ring.host
 
-    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+    def group(
+        self, parts: Sequence[Sequence[int]], apart: bool = False
+    ) -> base.Transport:
         """Return the other transport's group."""
-        return self._ring.group(parts)
+        return self._ring.group(parts, apart)
 
     def aside(self, thread: threading.Thread) -> base.Transport:
         """Return a grid over the other transport's."""

@@ -14,7 +14,7 @@ from tf_dgc import _host
 from tf_dgc.transports import base
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.schedulers import SRUN_SIZE
-from tf_dgc.transports.turnstile import FLIGHT, Turnstile
+from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
 from tf_dgc.transports.watchdog import Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
@@ -146,12 +146,7 @@ class HorovodTransport(base.Transport):
     def aside(self, thread: threading.Thread) -> Self:
         """Return the same with a watchdog of its own; Horovod tells calls by names."""
         other = self._copy()
-        other._functions = {}
-        with tf.init_scope():
-            other._turnstile = Turnstile(FLIGHT)
-        calls, abort = other._turnstile.calls, other._abort
-        watchdog = Watchdog(calls, self.timeout, abort, waiting=thread)
-        self._watchdogs.append(watchdog)
+        other._watch_apart(FLIGHT, thread)
         return other
 
     def _watch_no_more(self) -> None:
@@ -189,19 +184,23 @@ class HorovodTransport(base.Transport):
         _logger.error(complaint(self.rank, self.timeout, places))
         hvd.shutdown()  # fails what waits, on all workers
 
-    def within(self, process_set: Any) -> Self:
+    def within(self, process_set: Any, apart: bool = False) -> Self:
         """Return the same among the workers of a process set, of which this is one.
 
         Args:
             process_set: a `horovod.tensorflow.ProcessSet` that all workers have added.
+            apart: see `group`.
         """
         other = self._copy()
         other.rank, other.size = process_set.rank(), process_set.size()
-        other._among = {"process_set": process_set}
-        other._functions = {}
+        other._among, other._functions = {"process_set": process_set}, {}
+        if apart:
+            other._watch_apart(GROUP)
         return other
 
-    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+    def group(
+        self, parts: Sequence[Sequence[int]], apart: bool = False
+    ) -> base.Transport:
         """Return the same in the process set of which this worker is one.
 
         Horovod must have been started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
@@ -209,9 +208,7 @@ class HorovodTransport(base.Transport):
         import horovod.tensorflow as hvd
 
         found: base.Transport = LocalTransport()
-        for ranks in parts:
-            if len(ranks) == 1:
-                continue
+        for ranks in [each for each in parts if len(each) > 1]:
             if len(ranks) == hvd.size():  # which cannot be added again
                 among = hvd.global_process_set
             else:
@@ -220,8 +217,14 @@ class HorovodTransport(base.Transport):
                     among = hvd.add_process_set(list(ranks))
                     self._process_sets[tuple(ranks)] = among
             if hvd.rank() in ranks:
-                found = self.within(among)
+                found = self.within(among, apart)
         return found
+
+    def _watch_apart(self, unnamed: str, thread: Any = None) -> None:
+        """Count collectives of one's own, with a watchdog of one's own."""
+        self._turnstile, self._functions = Turnstile(unnamed), {}
+        args = self._turnstile.calls, self.timeout, self._abort
+        self._watchdogs.append(Watchdog(*args, waiting=thread))
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""

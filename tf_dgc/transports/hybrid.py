@@ -52,11 +52,13 @@ class HybridTransport(base.Transport):
         self.timeout, self.rank, self.size = timeout, rank, size
         self.device, self.addresses = self._dense.device, addresses
 
-    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+    def group(
+        self, parts: Sequence[Sequence[int]], apart: bool = False
+    ) -> base.Transport:
         """Return the same in the group of which this worker is one."""
         other = self._copy()
         other._dense, other._sparse = (
-            each.group(parts) for each in (self._dense, self._sparse)
+            each.group(parts, apart) for each in (self._dense, self._sparse)
         )
         other.rank, other.size = other._dense.rank, other._dense.size
         other.addresses = other._dense.addresses

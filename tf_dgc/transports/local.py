@@ -37,6 +37,8 @@ class LocalTransport(base.Transport):
         """Return this."""
         return self
 
-    def group(self, parts: Sequence[Sequence[int]]) -> base.Transport:
+    def group(
+        self, parts: Sequence[Sequence[int]], apart: bool = False
+    ) -> base.Transport:
         """Return this, whatever groups there are."""
         return self

@@ -1,5 +1,7 @@
 """Mesh of the workers: all, those who send messages, those of one node."""
 
+import functools
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +25,13 @@ class Mesh(NamedTuple):
     everybody: base.Transport
     voices: base.Transport
     replicas: int
+
+    @property
+    def together(self) -> base.Transport:
+        """Transport between workers that take a step together: of a site, or all."""
+        if isinstance(self.voices, Sites):
+            return self.voices.within
+        return self.everybody
 
     @classmethod
     def of(cls, transport: base.Transport) -> "Mesh":
@@ -123,3 +132,30 @@ class HierarchicalTransport(base.Transport):
             [share * word for word in words], f"{name}.node"
         )
         return [base.from_words(*pair) for pair in zip(summed, tensors, strict=True)]
+
+
+class Sites(HierarchicalTransport):
+    """A transport among sites, whose workers take their steps together.
+
+    What a worker tells other sites, all of its own site have alike; but each has a
+    gradient of its own, and what it keeps of that.
+    """
+
+    name = "sites"
+
+    @functools.cached_property
+    def within(self) -> base.Transport:
+        """Transport between the workers of this site, for their steps.
+
+        Sites may differ in how many collectives a step takes. All workers ask for it
+        alike.
+        """
+        return self._everybody.group(self.members, apart=True)
+
+    def aside(self, thread: threading.Thread) -> "Sites":
+        """Return the same for collectives that a thread makes."""
+        names = [""] * self._everybody.size
+        for site, ranks in zip(self.hosts, self.members, strict=True):
+            for rank in ranks:
+                names[rank] = site
+        return Sites(self._everybody.aside(thread), names)

@@ -8,6 +8,7 @@ import tensorflow as tf
 END = "end"  # in the place of names of collectives, before a number of batches
 STEP = "a step"  # in their place, where they are in a graph
 FLIGHT = "a round in flight"  # or in a thread of their own
+GROUP = "a step of a site"  # or in a group that counts its own
 
 
 class Turnstile:

@@ -24,7 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc.transports import ending
-from tf_dgc.transports.turnstile import END, FLIGHT, STEP
+from tf_dgc.transports.turnstile import END, FLIGHT, GROUP, STEP
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -107,6 +107,7 @@ _PLACES = {
     "variable": "the making of a variable",
     STEP: STEP,
     FLIGHT: FLIGHT,
+    GROUP: GROUP,
     DONE: DONE,
 }
 
