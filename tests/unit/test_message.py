@@ -7,6 +7,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tf_dgc.compression import coarse
 from tf_dgc.compression import message as packing
 from tf_dgc.compression.message import Format
 
@@ -275,6 +276,13 @@ class MessageTest(tf.test.TestCase):
         least = np.round(256 * 2**-3.5) / 256
         expected = [0.5, -0.5, 1.0, 0.5, -0.25, 2 * least, 0.0, 0.0]
         self.assertAllEqual(values, expected)
+
+    def test_one_large_value_does_not_make_the_scale_of_all(self) -> None:
+        values = tf.constant([100.0] + [1.0] * 63)  # 8 means are 20.375
+        tensors = tf.zeros([64], tf.int64)
+        for used in (None, tf.ones([64], tf.bool)):
+            _, scales = coarse.encode(4, values, tensors, 1, used)
+            self.assertAllEqual(tf.cast(scales, tf.float32), [20.375])
 
     @settings(steady, max_examples=30)
     @given(formats(), st.data())

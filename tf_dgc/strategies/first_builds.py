@@ -11,6 +11,12 @@ from tf_dgc import _host
 from tf_dgc.strategies import slicing, split
 from tf_dgc.strategies.extended import OneReplicaExtended
 
+_UNBUILT = (
+    "The model was not built, and could not be by the first part of a batch. If its "
+    "own step takes the parts otherwise, build it before `fit`: call its layers once, "
+    "in the scope of the strategy"
+)
+
 
 def build_by_first_batches(
     original: Callable[..., Any],
@@ -51,7 +57,8 @@ def _built(original: Callable[..., Any], model: Any, batch: Any) -> Any:
     of training.
     """
     own = not _host.keras.is_of_keras(model.train_step)
-    if own and isinstance(batch, tuple) and len(batch) > 3:
+    eager = own and model.run_eagerly  # such a step can build the model itself
+    if eager and isinstance(batch, tuple) and len(batch) > 3:
         return None  # as without a strategy: the step alone knows what a batch has
     _, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if targets is not None:
@@ -59,11 +66,15 @@ def _built(original: Callable[..., Any], model: Any, batch: Any) -> Any:
         misfits = ValueError, tf.errors.InvalidArgumentError
         with contextlib.suppress(*misfits, *[Exception] * own):
             return original(model, data_batch=batch)
-    # A step may take the parts of a batch otherwise; it is built there then, too.
-    with contextlib.suppress(*[Exception] * own):
+    try:
         with _host.keras.built_without_targets(model):
             return original(model, data_batch=batch)
-    return None
+    except Exception as error:
+        if eager:  # its step may take the parts of a batch otherwise
+            return None
+        if own:
+            error.add_note(_UNBUILT)
+        raise
 
 
 def _zeros_like(iterator: Any) -> Any:
