@@ -28,6 +28,14 @@ ps0, ps1, ... Then a worker that fails ends no other, and with `--restarts` is s
 again by itself. When all workers have ended the servers get SIGTERM, and the exit
 status is that of worker 0. A server that ends while workers run ends all.
 
+`--seats S` beside servers leaves room for S workers in all. Those that are not started
+here may join at any time, from other machines too, and leave:
+
+    tf-dgc-run -n 2 --ps 1 --seats 8 --door box:7000 train.py     # on the machine "box"
+    tf-dgc-run --join box:7000 train.py                           # on any other
+
+A worker that joins gets SIGTERM at the end of the job, which is its good end.
+
 `--trials G` is for a script that searches hyperparameters with KerasTuner: the workers
 are G groups, each of which trains one trial at a time. One process more runs the
 script, too: its oracle decides, its output and exit status are those of the job. A
@@ -39,12 +47,13 @@ this environment begins with TF_, KERAS_, PYTHON or OMP_, and what `--env` names
 """
 
 import argparse
+import functools
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 
-from tf_dgc.launcher import hosts, screen, settings, terminals, workers
+from tf_dgc.launcher import door, hosts, screen, settings, terminals, workers
 from tf_dgc.launcher.apart import Group
 from tf_dgc.launcher.job import Job
 from tf_dgc.launcher.settings import NO_STRATEGY
@@ -56,7 +65,8 @@ NAME = "tf-dgc-run"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         NAME,
-        usage=f"{NAME} (-n N | --hosts A:N,B:M) [options] SCRIPT [ARGUMENT ...]",
+        usage=f"{NAME} (-n N | --hosts A:N,B:M | --join HOST:PORT) [options] SCRIPT "
+        "[ARGUMENT ...]",
         description="Start a training script on several workers.",
         allow_abbrev=False,
     )
@@ -68,6 +78,21 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="M",
         help="number of parameter servers, for DownpourStrategy",
+    )
+    where.add_argument(
+        "--seats",
+        type=int,
+        default=0,
+        metavar="S",
+        help="beside servers, workers in all: those that are not started may join",
+    )
+    where.add_argument(
+        "--door",
+        metavar="HOST:PORT",
+        help="name of this machine, and the port where those ask that join",
+    )
+    where.add_argument(
+        "--join", metavar="HOST:PORT", help="be workers of a job that runs: its --door"
     )
     where.add_argument(
         "--trials",
@@ -150,6 +175,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _places(options: argparse.Namespace) -> list[hosts.Host]:
     """Return where workers are to run; on this machine alone, one `localhost`."""
+    if options.join is not None:
+        _check_guest(options)
+        return [
+            hosts.Host("localhost", "localhost", 1 if options.n is None else options.n)
+        ]
     if options.hosts is None:
         if options.n is None:
             raise ValueError("`-n` or `--hosts` must say how many workers to start")
@@ -188,7 +218,8 @@ def _command(options: argparse.Namespace) -> Command:
         )
     if not script:
         raise ValueError("no script to run")
-    if (options.strategy == "downpour") != (options.ps > 0) and options.strategy:
+    has_servers = options.ps > 0 or options.join is not None
+    if (options.strategy == "downpour") != has_servers and options.strategy:
         raise ValueError(
             "`--strategy downpour`, and no other, needs servers: `--ps 1` or more. "
             f"Received: --strategy {options.strategy} --ps {options.ps}"
@@ -228,6 +259,34 @@ def _check_verified(options: argparse.Namespace) -> None:
             "`--verify` compares dense training of a script of Python: leave out "
             "`--strategy`, `--ps`, `--no-python` and `--restarts`"
         )
+
+
+def _check_guest(options: argparse.Namespace) -> None:
+    """Refuse what `--join` cannot be combined with."""
+    door.read_address(options.join, "--join")
+    others = "hosts", "ps", "seats", "door", "trials", "check", "verify"
+    given = [f"--{name}" for name in others if getattr(options, name)]
+    if given:
+        raise ValueError(
+            "`--join` starts workers here, in a job that has servers: leave out "
+            f"{', '.join(given)}"
+        )
+    if options.n is not None and options.n < 1:
+        raise ValueError(f"`-n` must be at least 1. Received: -n {options.n}")
+
+
+def _door(options: argparse.Namespace, count: int) -> door.Door | None:
+    """Return where others may join, if they may."""
+    if not options.seats and options.door is None:
+        return None
+    if not options.ps or options.door is None or options.seats <= count:
+        raise ValueError(
+            "`--seats` needs `--ps`, more seats than workers that are started, and "
+            f"`--door HOST:PORT`. Received: --ps {options.ps} --seats {options.seats} "
+            f"--door {options.door} and {count} workers"
+        )
+    place = door.read_address(options.door, "--door")
+    return door.Door(*place, range(count, options.seats))
 
 
 def _tasks(options: argparse.Namespace, places: Sequence[hosts.Host]) -> Tasks:
@@ -295,7 +354,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             view = screen.of_option(options.output, quiet, terminal, chief)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
+    try:
+        entrance = _door(options, tasks.workers)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if entrance is not None:
+        seats = options.seats - tasks.workers
+        tasks = tasks._replace(seats=seats, told=entrance.open)
     job = Job(NAME, options.timeout, options.grace, tasks, view)
+    if entrance is not None:
+        view.note(f"others join with {NAME} --join {entrance.address} SCRIPT")
+        job.before_servers = functools.partial(entrance.see_off, options.grace)
     if options.verify:
         from tf_dgc.verify.command import verify  # needs NumPy
 
@@ -305,9 +374,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def start(attempt: int) -> Group:
         own = environment | {"TF_DGC_ATTEMPT": str(attempt), "TF_DGC_LAUNCH": launch}
+        if options.join is not None:
+            command.require()
+            place = door.read_address(options.join, "--join")
+            args = place, tasks.workers, own, options.grace, view
+            return door.Guests(command.words, *args)
         if places[0].address == "localhost":
             command.require()
-            return workers.start_here(command.words, tasks, own, view)
+            host = "127.0.0.1" if entrance is None else entrance.host
+            return workers.start_here(command.words, tasks, own, view, host)
         ssh = hosts.Ssh(options.ssh, options.grace, options.silence)
         passed = hosts.passed_on(os.environ) | own
         how = passed, ssh, lambda: job.received, tasks, view

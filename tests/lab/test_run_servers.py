@@ -1,19 +1,28 @@
 """Tests of the launchers with parameter servers, most with plain Python tasks."""
 
+import contextlib
+import io
 import json
 import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import unittest
 
 import pytest
 import sshd
 from launch import ROOT, finish
 from test_run import HOSTS, Launched, all_end, children_of, in_process, is_alive
+
+from tf_dgc import run
+from tf_dgc.launcher import door
+from tf_dgc.launcher.workers import CannotStart, free_ports
 
 # A server ends well by SIGTERM.
 PRELUDE = """
@@ -43,6 +52,105 @@ class WithServers(Launched):
         head, tail = path.read_text().split("rank =", 1)
         path.write_text(f"{head}{PRELUDE}rank ={tail}")
         return str(path)
+
+
+@pytest.mark.processes
+class JoiningTest(WithServers):
+    """Workers that come from elsewhere to a job that runs."""
+
+    def script_of_both(self) -> str:
+        """Return a script: the host's worker ends when a guest has told its place."""
+        return self.script("""
+            if kind == "ps":
+                serve()
+            wait_for_servers()
+            joined = os.path.join(os.path.dirname(__file__), "joined")
+            if rank == 0:
+                while not os.path.exists(joined):
+                    time.sleep(0.05)
+                print("end")
+                sys.exit(0)
+            print(json.dumps(config), flush=True)
+            open(joined, "w").close()
+            time.sleep(120)
+            """)
+
+    def test_a_guest_takes_a_seat_and_ends_with_the_job(self) -> None:
+        script, (port,) = self.script_of_both(), free_ports(1)
+        seats = "--seats", "3", "--door", f"127.0.0.1:{port}"
+        process = self.start("-n", "1", "--ps", "1", *seats, script)
+        self.until_it_listens(port)
+        guest = self.start("--join", f"127.0.0.1:{port}", script)
+        status, out, err = finish(guest)
+        self.assertEqual(status, 0, err)
+        config = json.loads(next(x for x in out.splitlines() if "{" in x)[4:])
+        self.assertEqual(config["task"], {"type": "worker", "index": 1})
+        self.assertEqual(len(config["cluster"]["worker"]), 3)
+        status, out, err = finish(process)
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"others join with tf-dgc-run --join 127.0.0.1:{port}", err)
+        self.assertIn("[ps0] told to end", out)
+
+    def until_it_listens(self, port: int) -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                return
+            time.sleep(0.05)
+        self.fail("it does not listen")
+
+    def test_who_finds_no_seat_is_told_why(self) -> None:
+        script = self.script("pass")
+        status, _, err = self.run_to_end(
+            "--join", f"127.0.0.1:{free_ports(1)[0]}", script
+        )
+        self.assertEqual(status, 127)
+        self.assertIn("cannot join the job at 127.0.0.1:", err)
+        with contextlib.closing(door.Door("127.0.0.1", 0, [2])._listener) as listener:
+            port = listener.getsockname()[1]
+            how = "--join", f"127.0.0.1:{port}", script
+            status, _, err = self.run_to_end(*how)
+            self.assertEqual(status, 127)
+            self.assertIn("the job has not begun, or has ended", err)
+
+
+class DoorTest(unittest.TestCase):
+    def test_each_guest_has_a_seat_of_its_own_until_it_leaves(self) -> None:
+        entrance = door.Door("127.0.0.1", 0, [1, 2])
+        entrance.open({"ps": ["a:1"], "worker": ["b:1", "seat-1:1", "seat-2:1"]})
+        place = door.read_address(entrance.address, "--join")
+        first, second = door.GuestSeat(*place), door.GuestSeat(*place)
+        self.assertEqual([first.index, second.index], [1, 2])
+        with self.assertRaisesRegex(CannotStart, "all seats of the job are taken"):
+            door.GuestSeat(*place)
+        workers = json.loads(second.config())["cluster"]["worker"]
+        self.assertRegex(workers[2], r"127.0.0.1:\d+")
+        first.leave()
+        deadline = time.monotonic() + 30
+        while 1 in entrance._guests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        again = door.GuestSeat(*place)
+        self.assertEqual(again.index, 1)
+        threading.Timer(0.1, lambda: (again.leave(), second.leave())).start()
+        entrance.see_off(30.0)
+        self.assertEqual(entrance._guests, {})
+
+    def test_what_does_not_go_together_is_refused(self) -> None:
+        for words, text in (
+            ("-n 1 --seats 3 s.py", "`--seats` needs `--ps`"),
+            ("-n 3 --ps 1 --seats 3 --door a:1 s.py", "more seats than workers"),
+            ("-n 1 --ps 1 --seats 3 --door a s.py", "`--door` must be HOST:PORT"),
+            ("--join a:1 --ps 2 s.py", "leave out --ps"),
+            ("--join a s.py", "`--join` must be HOST:PORT"),
+        ):
+            with (
+                self.subTest(words=words),
+                contextlib.redirect_stderr(io.StringIO()) as err,
+                self.assertRaises(SystemExit),
+            ):
+                run.main(words.split())
+            self.assertIn(text, err.getvalue())
 
 
 @pytest.mark.processes

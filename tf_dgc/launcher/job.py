@@ -64,6 +64,7 @@ class Job:
     Attributes:
         received: the signals that came to this process, and are passed on.
         view: shows what is to be seen.
+        before_servers: called when all workers have ended, and servers have not.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Job:
         """
         self.view = screen.All() if view is None else view
         self.received: list[int] = []
+        self.before_servers: Callable[[], None] = lambda: None
         output.NAME[0] = name
         output.open_standard_files()
         self._timeout, self._grace = timeout, grace
@@ -196,6 +198,8 @@ class Job:
             (range(workers), sent),
             (range(workers, count), signal.SIGTERM),
         ):
+            if tasks.start:
+                self.before_servers()
             group.signal(signum, tasks)
             while any(code is None for code in _of(group.exit_codes(), tasks)):
                 if time.monotonic() > last or len(self.received) > seen:

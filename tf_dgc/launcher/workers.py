@@ -77,6 +77,9 @@ class Tasks(NamedTuple):
     workers: int
     servers: int = 0  # parameter servers
     groups: int = 0  # of a search for hyperparameters
+    seats: int = 0  # of workers that may join later
+    # Takes the addresses of servers and workers, for those that join.
+    told: Callable[[Mapping[str, Sequence[str]]], None] = lambda _: None
 
     @property
     def others(self) -> int:
@@ -97,10 +100,17 @@ class Tasks(NamedTuple):
             addresses: "host:port" of each.
         """
         if not self.groups:
-            tasks = range(self.workers + self.servers)
+            here, servers = addresses[: self.workers], addresses[self.workers :]
+            later = [f"seat-{self.workers + k}:1" for k in range(self.seats)]
+            seats = [*here, *later]
+            self.told({"worker": seats, "ps": servers})
+            numbers = [
+                *range(self.workers),
+                *range(len(seats), len(seats) + len(servers)),
+            ]
             return [
-                {"TF_CONFIG": tf_config(addresses, task, self.servers)}
-                for task in tasks
+                {"TF_CONFIG": tf_config([*seats, *servers], number, self.servers)}
+                for number in numbers
             ]
         *own, oracle = addresses
         size = self.workers // self.groups
@@ -333,13 +343,14 @@ def start_here(
     tasks: Tasks,
     environment: Mapping[str, str] | None = None,
     view: screen.View | None = None,
+    host: str = "127.0.0.1",
 ) -> Workers:
-    """Start tasks that find each other on this machine.
+    """Start tasks that find each other on this machine, by its name.
 
     Raises:
         CannotStart: the command cannot be started.
     """
     ports = free_ports(tasks.workers + tasks.others)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    addresses = [f"{host}:{port}" for port in ports]
     each = [{**(environment or {}), **own} for own in tasks.environments(addresses)]
     return Workers(command, each, names=tasks.names(), view=view)
