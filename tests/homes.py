@@ -23,6 +23,7 @@ TESTED_IN: dict[str, str] = {
     "lab/test_launch": "launcher.call launcher.function launcher.workers",
     "lab/test_placement": "lab.kernels",
     "lab/test_run_faults": "launcher.agent launcher.leftovers",
+    "lab/test_run_servers": "launcher.door",
     "lab/test_run_trials": "launcher.apart",
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
         exchanges.dense""",
@@ -32,7 +33,8 @@ TESTED_IN: dict[str, str] = {
     "laws/test_sites": "exchanges.at_site",
     "laws/test_simulate": "strategies.one_by_one",
     "laws/test_transports": "transports.base transports.grid transports.local",
-    "unit/test_averaging_strategy": "strategies.averaging_inner strategies.outer",
+    "unit/test_averaging_strategy": """strategies.averaging_inner
+        strategies.combining strategies.outer""",
     "unit/test_auto": """prediction.calibration prediction.choices prediction.costs
         strategies.auto_inner""",
     "unit/test_backups": "strategies.calls",
@@ -75,7 +77,9 @@ TESTED_IN: dict[str, str] = {
         strategies.reductions transports.collective transports.horovod""",
     "unit/test_tables": "_host.shared _host.stores",
     "unit/test_timeline": "strategies.marks",
-    "unit/test_turns": "exchanges.together servers.attendance servers.meetings",
+    "unit/test_served_rounds": "exchanges.served_messages",
+    "unit/test_turns": """exchanges.together servers.attendance servers.meetings
+        servers.quorum""",
     "unit/test_watchdog": "transports.turnstile",
     "unit/test_without_rows": "_host.flow",
 }

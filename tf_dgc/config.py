@@ -363,15 +363,7 @@ class AveragingConfig(_Settings):
             raise ValueError(_message("min_period", rule, self))
         name = "synchronous_steps"
         self._set(name, _count(name, self.synchronous_steps))
-        outer = self.outer_optimizer
-        if isinstance(outer, Mapping):
-            known = {"class_name", "config"} <= outer.keys()
-        else:
-            made = all(hasattr(outer, name) for name in ("get_config", "apply"))
-            known = outer is None or made or callable(outer)
-        if not known:
-            rule = "a Keras optimizer, or a function that makes one"
-            raise TypeError(_message("outer_optimizer", rule, self))
+        _check_outer(self)
         compression: Any = self.compression
         if isinstance(compression, Mapping):
             self._set("compression", DGCConfig.from_config(compression))
@@ -382,14 +374,9 @@ class AveragingConfig(_Settings):
             raise ValueError(_message("compression", rule, self))
         if self.compression and self.compression.hierarchical:
             raise ValueError(_message("compression", _NOT_HIERARCHICAL, self))
-        if self.combine not in COMBINATIONS:
-            raise ValueError(_message("combine", f"one of {COMBINATIONS}", self))
+        _check_combine(self)
         if self.compression:
             self._settle_compression(_of_rounds(self.compression))
-        if self.error_decay is not None:
-            self._set("error_decay", _number("error_decay", self.error_decay))
-            if not 0 < self.error_decay <= 1:
-                raise ValueError(_message("error_decay", "None or in (0, 1]", self))
         if not isinstance(self.average_slots, bool):
             raise TypeError(_message("average_slots", "True or False", self))
         patterns: Any = self.non_trainable
@@ -442,15 +429,9 @@ class AveragingConfig(_Settings):
         """
         fields = dataclasses.fields(self)
         config = {field.name: getattr(self, field.name) for field in fields}
-        outer, compression = self.outer_optimizer, self.compression
-        within = self.within
-        outer = outer() if callable(outer) else outer
-        if outer is not None and not isinstance(outer, Mapping):
-            settings = dict(outer.get_config())
-            settings.pop("name", None)  # Keras counts those it makes in a process
-            outer = {"class_name": type(outer).__name__, "config": settings}
+        compression, within = self.compression, self.within
         return config | {
-            "outer_optimizer": outer,
+            "outer_optimizer": _plain_outer(self.outer_optimizer),
             "compression": compression and compression.get_config(),
             "non_trainable": list(self.non_trainable),
             "within": within.get_config() if isinstance(within, DGCConfig) else within,
@@ -485,7 +466,25 @@ class DownpourConfig(_Settings):
             Its steps are this worker's pushes, `clip_norm` is the norm allowed to its
             own gradient, `nonfinite` is "raise", `value_dtype` a floating-point type;
             what is not given is as in the paper, and there is no budget. None pushes
-            and fetches everything.
+            and fetches everything. With `local_steps`, for any optimizer, it is of
+            changes, as in AveragingConfig, without a warm-up, a budget, or `clip_norm`.
+        combine: with `local_steps` and `compression`, what changes of an element
+            become; see AveragingConfig.
+        error_decay: with these, what is left of a change that was not sent; see
+            AveragingConfig.
+        local_steps: steps that a worker takes with its own optimizer, on its own copy,
+            between two rounds, 1 or more: parameter averaging on servers, for any
+            optimizer. In a round the change of its copy goes to the servers. None has
+            the optimizer itself on the servers.
+        outer_optimizer: with `local_steps`, a Keras optimizer, or a function that makes
+            one, that takes the mean of the changes, each weighted by its number of
+            steps, for a gradient, as in DiLoCo. None takes the average itself.
+        quorum: with `local_steps`, how many workers make a round; at most those that
+            train. A change that comes later counts in the next round. None waits for
+            all that train.
+        grace: with `local_steps`, seconds after the first change of a round when it is
+            held without those that have not come. None waits for the quorum, or until
+            `liveness` has passed for those that are not heard of.
 
     Raises:
         ValueError: a value is out of its range.
@@ -508,6 +507,12 @@ class DownpourConfig(_Settings):
     compression: DGCConfig | None = None
     synchronous: bool = False
     backup_workers: int = 0
+    local_steps: int | None = None
+    outer_optimizer: Any = None
+    quorum: int | None = None
+    grace: float | None = None
+    combine: str = "auto"
+    error_decay: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("fetch_period", "push_period"):
@@ -532,7 +537,10 @@ class DownpourConfig(_Settings):
         if compression and compression.has_budget:
             rule = "without a budget: `bytes_per_step` and `ratio` None"
             raise ValueError(_message("compression", rule, self))
-        if compression and "sparsity" in compression.not_given:
+        if compression and self.local_steps is not None:
+            compression = _of_rounds(compression)
+            self._set("compression", compression)
+        elif compression and "sparsity" in compression.not_given:
             usual = {name: PAPER[name] for name in compression.not_given}
             compression = dataclasses.replace(compression, **usual)
             self._set("compression", compression)
@@ -544,10 +552,49 @@ class DownpourConfig(_Settings):
             raise ValueError(_message("compression", rule, self))
         if compression and compression.hierarchical:
             raise ValueError(_message("compression", _NOT_HIERARCHICAL, self))
-        if compression and compression.value_dtype not in FLOATING:
+        in_steps = compression and self.local_steps is None
+        if in_steps and compression.value_dtype not in FLOATING:
             rule = f"of a value_dtype among {FLOATING}"
             raise ValueError(_message("compression", rule, self))
         self._check_synchronous()
+        self._check_rounds()
+
+    def _check_rounds(self) -> None:
+        """Refuse settings of rounds without local steps, and others with them."""
+        if self.local_steps is None:
+            alone: dict[str, Any] = {"combine": "auto"}
+            names = "outer_optimizer", "quorum", "grace", "error_decay"
+            alone |= dict.fromkeys(names)
+            for name, value in alone.items():
+                if getattr(self, name) != value:
+                    rule = f"{value!r} without `local_steps`"
+                    raise ValueError(_message(name, rule, self))
+            return
+        self._set("local_steps", _count("local_steps", self.local_steps, 1))
+        _check_outer(self)
+        if self.quorum is not None:
+            self._set("quorum", _count("quorum", self.quorum, 1))
+        if self.grace is not None:
+            self._set("grace", _number("grace", self.grace))
+            if not (math.isfinite(self.grace) and self.grace >= 0):
+                raise ValueError(_message("grace", "a number of seconds", self))
+        _check_combine(self)
+        compression = self.compression
+        if compression and (compression.warmup_steps or compression.clip_norm):
+            rule = "without `warmup_steps` and `clip_norm`, with `local_steps`"
+            raise ValueError(_message("compression", rule, self))
+        alone = {"fetch_period": 1, "push_period": 1, "synchronous": False}
+        alone |= dict.fromkeys(("max_staleness", "table_bytes"))
+        for name, value in alone.items():
+            if getattr(self, name) != value:
+                raise ValueError(_message(name, f"{value} with `local_steps`", self))
+
+    @property
+    def on_servers(self) -> "DownpourConfig":
+        """The settings of the optimizer that is on the servers: the outer one."""
+        if self.local_steps is None:
+            return self
+        return DownpourConfig(liveness=self.liveness, synchronous=True)
 
     def _check_synchronous(self) -> None:
         if not self.synchronous:
@@ -565,7 +612,10 @@ class DownpourConfig(_Settings):
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
         compression = self.compression and self.compression.get_config()
-        return dataclasses.asdict(self) | {"compression": compression}
+        fields = dataclasses.fields(self)
+        config = {field.name: getattr(self, field.name) for field in fields}
+        outer = _plain_outer(self.outer_optimizer)
+        return config | {"outer_optimizer": outer, "compression": compression}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -641,6 +691,39 @@ def _within_of(config: AveragingConfig) -> str | DGCConfig | None:
     else:
         return dataclasses.replace(within, exchange="allgather")
     raise ValueError(_message("within", rule, config))
+
+
+def _check_outer(config: Any) -> None:
+    """Refuse what is no outer optimizer, and makes none."""
+    outer = config.outer_optimizer
+    if isinstance(outer, Mapping):
+        known = {"class_name", "config"} <= outer.keys()
+    else:
+        made = all(hasattr(outer, name) for name in ("get_config", "apply"))
+        known = outer is None or made or callable(outer)
+    if not known:
+        rule = "a Keras optimizer, or a function that makes one"
+        raise TypeError(_message("outer_optimizer", rule, config))
+
+
+def _check_combine(config: Any) -> None:
+    """Refuse what cannot be done with compressed changes."""
+    if config.combine not in COMBINATIONS:
+        raise ValueError(_message("combine", f"one of {COMBINATIONS}", config))
+    if config.error_decay is not None:
+        config._set("error_decay", _number("error_decay", config.error_decay))
+        if not 0 < config.error_decay <= 1:
+            raise ValueError(_message("error_decay", "None or in (0, 1]", config))
+
+
+def _plain_outer(outer: Any) -> Any:
+    """Return an outer optimizer as plain values, fit for JSON."""
+    outer = outer() if callable(outer) else outer
+    if outer is None or isinstance(outer, Mapping):
+        return outer
+    settings = dict(outer.get_config())
+    settings.pop("name", None)  # Keras counts those it makes in a process
+    return {"class_name": type(outer).__name__, "config": settings}
 
 
 def _of_rounds(compression: DGCConfig) -> DGCConfig:

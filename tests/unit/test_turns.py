@@ -15,6 +15,7 @@ from absl.testing import parameterized
 from tf_dgc.exchanges.together import Pieces, Together
 from tf_dgc.servers.attendance import INSIDE
 from tf_dgc.servers.meetings import Meetings
+from tf_dgc.servers.quorum import Rule
 from tf_dgc.servers.shards import Shard
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import Turns
@@ -41,6 +42,10 @@ class Worker:
     def absent(self) -> np.ndarray:
         return np.zeros([self.workers], bool)
 
+    def expel(self, workers: Any) -> np.bool_:
+        self.expelled = list(workers)
+        return np.bool_(True)
+
     def put(self, variable: Any, value: Any) -> None:
         values = tf.reshape(tf.cast(value, variable.dtype), [1])
         variable.scatter_update(tf.IndexedSlices(values, tf.constant([self.index])))
@@ -52,18 +57,27 @@ def servers_of() -> Servers:
     return servers
 
 
+class Died(Exception):
+    """A worker dies while it applies a step."""
+
+
 class Job:
     """W workers, and two servers with a matrix in two pieces, and a scalar."""
 
-    def __init__(self, workers: int, backup_workers: int = 0) -> None:
+    def __init__(
+        self, workers: int, backup_workers: int = 0, rule: Rule | None = None
+    ) -> None:
         self.name, self.dead = f"turns{next(_numbers)}", set[int]()
-        self.workers, self.backup_workers = workers, backup_workers
+        self.workers, self.backup_workers, self.rule = workers, backup_workers, rule
         self.together = [self._of(k, backup_workers) for k in range(workers)]
         self.together[0].begin()
         self.meetings(0).begin()
         for twin in self.together[0]._twins:
             twin.assign(tf.zeros(twin.whole))
         self.applied: list[tuple[int, list[np.ndarray]]] = []
+        self.ends: dict[int, int] = {}  # who dies, and after how many changes
+        # Of which step, with what weight.
+        self.given: list[tuple[int, float, list[np.ndarray]]] = []
 
     def _of(self, index: int, backup_workers: int) -> Together:
         servers = servers_of()
@@ -74,23 +88,33 @@ class Job:
             )
         ]
         worker: Any = Worker(index, self.dead, self.workers, self.name)
-        args = f"{self.name}.t", servers, worker, twins, backup_workers
-        return Together(*args)
+        args = f"{self.name}.t", servers, worker, twins, backup_workers, self.rule
+        found = Together(*args)
+        if self.rule is not None:
+            found.keep(self.name, servers, twins)
+        return found
 
-    def step(self, k: int, gradients: list[np.ndarray]) -> tuple[bool, bool]:
+    def step(
+        self, k: int, gradients: list[np.ndarray], weight: float | None = None
+    ) -> tuple[bool, bool]:
         """Take a step as worker k; tell whether it came in time, and was the last."""
-        together = self.together[k]
+        together, weight = self.together[k], k + 1.0 if weight is None else weight
 
         def apply(means: list[Pieces]) -> None:
             found = [mean.joined() for mean in means]
-            self.applied.append((k, [mean.numpy() for mean in found]))
-            for twin, mean in zip(together._twins, found, strict=True):
+            for i, (twin, mean) in enumerate(zip(together._twins, found, strict=True)):
+                if self.ends.get(k) == i:
+                    del self.ends[k]
+                    raise Died
                 twin.assign_sub(mean)
+            self.applied.append((k, [mean.numpy() for mean in found]))
 
         self.meetings(k).moves.step()
         self.meetings(k).tell()
-        local, weight = [tf.constant(g) for g in gradients], tf.constant(k + 1.0)
-        in_time, over = together.push(local, apply, weight)
+        local = [tf.constant(g) for g in gradients]
+        in_time, over = together.push(local, apply, tf.constant(weight))
+        if in_time:
+            self.given.append((int(together.turns.own), weight, gradients))
         together.turns.follow()
         return bool(in_time), bool(over)
 
@@ -232,6 +256,176 @@ class TurnsTest(tf.test.TestCase):
         first.follow()
         self.assertEqual(job.step(0, drawn(0, 1)), (True, False))
         self.assertLen(job.applied, 1)
+
+
+class RuleTest(tf.test.TestCase):
+    """Steps that wait for a quorum, or for a time; nothing is dropped."""
+
+    def enter(self, job: Job, workers: Any) -> None:
+        for k in workers:
+            job.turns(k).attendance._is_inside.assign(True)
+            job.together[k]._members.put(job.turns(k).attendance.places, INSIDE)
+
+    def check_by_twin(self, job: Job) -> None:
+        """Compare what was applied with means of what workers know to be in a step."""
+        expected = [np.zeros([5, 2], "f"), np.zeros([], "f")]
+        for step, (_, means) in enumerate(job.applied):
+            own = [(w, g) for of, w, g in job.given if of == step]
+            total = sum(w for w, _ in own)
+            for i, mean in enumerate(means):
+                twin = sum(w * g[i] for w, g in own) / total
+                self.assertAllClose(mean, twin, rtol=1e-5, atol=1e-5)
+                expected[i] = expected[i] - twin
+        self.assertLen({of for of, _, _ in job.given}, len(job.applied))
+        for value, twin in zip(job.value(), expected, strict=True):
+            self.assertAllClose(value, twin, rtol=1e-4, atol=1e-4)
+
+    def train(self, job: Job, k: int, steps: int, errors: list[Any]) -> None:
+        """Let a worker take steps of which each is in some round, like local steps."""
+        drawer = np.random.default_rng(k)
+        try:
+            for t in range(steps):
+                time.sleep(drawer.uniform(0, 0.02))
+                weight = float(drawer.integers(1, 5))
+                while not job.step(k, drawn(k, t), weight)[0]:
+                    weight += 1.0  # it has gone on meanwhile
+        except BaseException as error:
+            errors.append(error)
+        job.turns(k).attendance.leave()
+
+    def run_all(self, job: Job, steps: int) -> None:
+        errors: list[Any] = []
+        threads = [
+            threading.Thread(target=self.train, args=[job, k, steps, errors])
+            for k in range(job.workers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(errors, [])
+
+    def test_all_steps_are_of_all_without_a_quorum(self) -> None:
+        job, steps = Job(3, rule=Rule()), 6
+        self.run_all(job, steps)
+        self.assertLen(job.applied, steps)
+        self.assertLen(job.given, 3 * steps)
+        self.check_by_twin(job)
+
+    def test_every_change_is_in_one_step_whoever_comes_late(self) -> None:
+        for rule in (Rule(2), Rule(1), Rule(3, 0.01), Rule(None, 0.0)):
+            job, steps = Job(3, rule=rule), 6
+            self.run_all(job, steps)
+            self.assertLen(job.given, 3 * steps)
+            self.assertGreaterEqual(len(job.applied), steps)
+            self.check_by_twin(job)
+
+    def test_what_comes_after_a_quorum_counts_in_the_next_step(self) -> None:
+        job = Job(3, rule=Rule(2))
+        self.enter(job, range(3))
+        first = threading.Thread(target=job.step, args=[0, drawn(0, 0)])
+        first.start()
+        self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
+        first.join()
+        late = threading.Thread(target=job.step, args=[2, drawn(2, 0), 7.0])
+        late.start()
+        self.assertEqual(job.step(0, drawn(0, 1)), (True, False))
+        late.join()
+        self.assertEqual(sorted(w for of, w, _ in job.given if of == 1), [1.0, 7.0])
+        self.check_by_twin(job)
+
+    def test_a_step_does_not_wait_longer_than_its_grace(self) -> None:
+        job = Job(3, rule=Rule(None, 0.05))
+        self.enter(job, range(3))
+        self.assertEqual(job.step(0, drawn(0, 0)), (True, False))
+        self.assertLen(job.applied, 1)
+        self.check_by_twin(job)
+
+    def test_who_dies_while_it_applies_a_step_is_followed_by_who_waits(self) -> None:
+        for changed in (0, 1, 2):  # variables that it has changed by then
+            job = Job(2, rule=Rule(1))
+            self.enter(job, range(2))
+            before = job.value()
+            dies = job.together[0]
+            dies._give([tf.constant(part) for part in drawn(0, 0)])
+            dies.turns.arrive(tf.ones([]))
+            self.assertTrue(dies.turns.wait()[0])
+            dies._copies.keep(dies.turns.own)
+            for twin in dies._twins[:changed]:
+                twin.assign_add(tf.ones(twin.whole))
+            job.dead.add(0)
+            self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
+            self.assertLen(job.applied, 1)
+            self.assertEqual(job.together[1]._members.expelled, [0])
+            for i, value in enumerate(job.value()):
+                mean = (drawn(0, 0)[i] + 2 * drawn(1, 0)[i]) / 3
+                self.assertAllClose(value, before[i] - mean, rtol=1e-5, atol=1e-5)
+            self.assertEqual(int(job.turns(1)._step.read_value()), 1)
+
+
+class FaultsTest(parameterized.TestCase):
+    """Workers die at moments that are drawn, also while they apply a step."""
+
+    def live(self, job: Job, k: int, steps: int, seed: int, errors: list[Any]) -> None:
+        """Take steps as worker k, and as those that take its place."""
+        drawn = random.Random(f"{seed} {k}")
+        taken, weight = 0, 1.0
+        try:
+            while taken < steps:
+                fault = drawn.choice(["", "", "", "before", "within", "stops"])
+                if fault == "within":
+                    job.ends[k] = drawn.randrange(2)
+                if fault == "stops":
+                    job.dead.add(k)
+                    time.sleep(0.05)
+                    job.dead.discard(k)
+                ones = [np.ones((5, 2), "f"), np.float32(1)]
+                try:
+                    if fault == "before":
+                        raise Died
+                    landed, _ = job.step(k, ones, weight)
+                except Died:
+                    job.dead.add(k)
+                    time.sleep(drawn.uniform(0, 0.5))
+                    job.replace(k)
+                    landed, weight = False, 0.0
+                taken, weight = taken + landed, 1.0 if landed else weight + 1.0
+        except BaseException as error:
+            errors.append(error)
+        job.dead.add(k)
+
+    @parameterized.parameters(range(3))
+    def test_drawn(self, seed: int) -> None:
+        self.check(seed)
+
+    @parameterized.parameters(range(3, 30))
+    @pytest.mark.slow
+    def test_more_are_drawn(self, seed: int) -> None:
+        self.check(seed)
+
+    def check(self, seed: int) -> None:
+        """All end, and each step is applied once as a whole."""
+        drawn = random.Random(seed)
+        workers = drawn.randint(1, 4)
+        quorum = drawn.choice([None, *range(1, workers + 1)])
+        job = Job(workers, rule=Rule(quorum, drawn.choice([None, 0.1, 0.4])))
+        errors: list[Any] = []
+        threads = [
+            threading.Thread(
+                target=self.live, args=[job, k, 6, seed, errors], daemon=True
+            )
+            for k in range(workers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=200)
+            self.assertFalse(thread.is_alive(), "it hangs")
+        self.assertEqual(errors, [])
+        count = int(job.turns(0)._step.read_value())
+        self.assertGreaterEqual(count, 6)
+        for value in job.value():  # a mean of ones is one
+            np.testing.assert_allclose(value, np.full_like(value, -count), rtol=1e-5)
 
 
 class Script:

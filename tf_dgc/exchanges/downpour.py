@@ -100,6 +100,8 @@ class Downpouring:
     """Makes exchanges with servers, for a `Ledger`.
 
     Attributes:
+        settings: of the user.
+        config: of the optimizer that is on the servers.
         twins: of all that is trained.
         totals: what this worker did with the servers.
         last: called where steps are taken together, and too few workers are left.
@@ -111,7 +113,8 @@ class Downpouring:
         self, config: DownpourConfig, servers: Servers, members: Members
     ) -> None:
         """Take the settings, and the servers of the job."""
-        self.config, self.servers, self.members = config, servers, members
+        self.settings, self.config = config, config.on_servers
+        self.servers, self.members = servers, members
         self.twins = Twins(servers)
         self.totals = Totals()
         self.versions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -128,7 +131,12 @@ class Downpouring:
         trained, self._expected = self._expected, None
         if trained is None:
             raise RuntimeError("What is trained must be told of first")
-        return Downpour(place, self, trained, momentum_in(taken_over))
+        return self._opened(place, trained, momentum_in(taken_over))
+
+    def _opened(
+        self, place: Place, trained: Trained, momentum: dgc.Momentum | None
+    ) -> "Downpour":
+        return Downpour(place, self, trained, momentum)
 
 
 class Totals:
@@ -243,10 +251,6 @@ class Downpour(Served):
         pairs = self.twins.add(name, self.variables, trained.whole)
         if self._pushed is not None:
             self._pushed.open(name, servers, self._members, self.twins)
-        if self.config.synchronous:
-            twins: Any = [self.twins.of(variable) for variable in self.variables]
-            backups = self.config.backup_workers
-            self.together = Together(name, servers, self._members, twins, backups)
         version = self._make.versions.get(self.owner())
         fresh = version is None
         if version is None:
@@ -270,6 +274,9 @@ class Downpour(Served):
             )
             for i, variable in enumerate(trained.others)
         ]
+        if self.config.synchronous:
+            slots = [shared for _, shared in moved]
+            self.together = self._meet(slots, others)
 
         def begin() -> None:
             for mirror, twin in pairs:
@@ -324,6 +331,12 @@ class Downpour(Served):
         if self.together is not None:
             self.together.turns.join()
         self._pull() if self._pushed else self.twins.pull([m for m, _ in pairs])
+
+    def _meet(self, slots: Sequence[Any], others: Sequence[Any]) -> Together:
+        """Return where gradients meet; `others` are pairs of what nobody trains."""
+        twins: Any = [self.twins.of(variable) for variable in self.variables]
+        backups = self.config.backup_workers
+        return Together(self.name, self._servers, self._members, twins, backups)
 
     def _beside(self, name: str, kept: Kept) -> Any:
         twin = None if kept.beside is None else self.twins.of(kept.beside)
@@ -473,6 +486,9 @@ class Downpour(Served):
         else:
             due = self._is_due(self.config.fetch_period, 0)
             tf.cond(due, self.fetch, self._step_alone)
+        self._follow()
+
+    def _follow(self) -> None:
         # What corrections and schedules follow is the number of all pushes. The
         # optimizer itself adds one.
         count = self.known.read_value() * self._per_push - 1

@@ -9,7 +9,8 @@ The synchronous parameter server. Of a step, with n_k rows of each of W workers:
 Where a loss is a sum over rows, n_k is 1, and the mean is multiplied by W.
 
 A step waits for all that take part, or for all but some: those that come later drop
-their gradient. See `servers/turns.py`.
+their gradient; by a `Rule` it counts in the next step, and the step of a worker that
+dies while it takes it is taken once more. See `servers/turns.py`.
 
 References:
     Chen, Pan, Monga, Bengio, Jozefowicz: Revisiting Distributed Synchronous SGD, 2016
@@ -22,7 +23,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc._host.shared import Piece, SharedVariable
+from tf_dgc.exchanges.served_messages import ServedMessages
 from tf_dgc.servers.members import Members
+from tf_dgc.servers.quorum import Rule
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.turns import Arrived, Turns
 
@@ -57,6 +60,8 @@ class Together:
         members: Members,
         twins: Sequence[SharedVariable],
         backup_workers: int,
+        rule: Rule | None = None,
+        messages: ServedMessages | None = None,
     ) -> None:
         """Make the variables.
 
@@ -66,9 +71,13 @@ class Together:
             members: its workers.
             twins: T, that are trained.
             backup_workers: of how many workers a step does not wait.
+            rule: of steps in which nothing is dropped.
+            messages: where there are any, after what is given of twins.
         """
+        self._messages = messages
         self._members, self._twins = members, list(twins)
-        self.turns = Turns(name, servers, members, backup_workers)
+        self.turns = Turns(name, servers, members, backup_workers, rule)
+        self._copies: Copies | None = None
 
         def given(i: int, j: int, twin: SharedVariable, piece: Piece) -> SharedVariable:
             cut = len(twin.pieces) > 1
@@ -83,9 +92,22 @@ class Together:
             for i, twin in enumerate(self._twins)
         ]
 
+    def keep(self, name: str, servers: Servers, changed: Sequence[Any]) -> None:
+        """Keep copies of what a step changes, while it is taken.
+
+        Args:
+            name: prefix of the names of the copies.
+            servers: of the job.
+            changed: variables on the servers.
+        """
+        self._copies = Copies(name, servers, changed)
+
     def begin(self) -> None:
         """Give first values: no gradient is there."""
         self.turns.begin()
+        for each in (self._copies, self._messages):
+            if each is not None:
+                each.begin()
         for pieces in self._given:
             for piece in pieces:
                 piece.assign(tf.zeros(piece.shape, piece.dtype))
@@ -100,19 +122,24 @@ class Together:
         """Give this worker's gradients, and take the step if that is its turn.
 
         Args:
-            local: T gradients.
-            apply: takes the T means; changes what is on the servers.
+            local: T gradients; and the words of a message, where there are messages.
+            apply: takes the T means, and that of the messages; changes what is on the
+                servers.
             weight: of this worker's gradients: shape [], float32.
             whole: by which means are multiplied: W makes sums of them, of all workers
                 as far as those that came are like the others.
 
         Returns:
             Whether they came in time, and whether too few workers take part for any
-            step to come: each of shape [], bool.
+            step to come: each of shape [], bool. By a rule, whether they were in the
+            step that was taken; if not, they are to be given again.
         """
         turns = self.turns
         with tf.control_dependencies(list(local)):
             entered = turns.attendance.enter()
+        if turns.quorum is not None:  # whatever these are of, they count in what comes
+            with tf.control_dependencies([entered]):
+                entered = turns.follow()
         with tf.control_dependencies([entered]):
             in_time = turns.is_open()
 
@@ -122,18 +149,31 @@ class Together:
             return tf.constant(True)
 
         def take() -> None:
-            means = self._means(turns.arrived(), whole)
-            with tf.control_dependencies(completed(lambda: apply(means))):
+            kept = [] if self._copies is None else self._copies.keep(turns.own)
+            with tf.control_dependencies(kept):
+                arrived = turns.arrived()
+                means = self._means(arrived, whole)
+                after = completed(lambda: apply(means))
+            with tf.control_dependencies(after):
+                own, noted = turns.own.read_value(), list[Any]()
+                if turns.quorum is not None:
+                    noted = [turns.quorum.note(arrived.workers, own)]
+            with tf.control_dependencies([*after, *noted]):
                 turns.count()
 
         given = tf.cond(in_time, give, lambda: tf.constant(False))
         with tf.control_dependencies([given]):
             applies, over = turns.wait()
         tf.cond(applies, take, lambda: None)
+        if turns.quorum is not None:
+            in_time = turns.quorum.has(turns.own.read_value())
         return in_time, over
 
     def _give(self, local: Sequence[tf.Tensor]) -> None:
         own = tf.constant([self._members.index])
+        if self._messages is not None:
+            *local, words = local
+            self._messages.give(words, self.turns.own.read_value())
         for gradient, pieces, twin in zip(local, self._given, self._twins, strict=True):
             for piece, (_, start, stop) in zip(pieces, twin.pieces, strict=True):
                 rows = gradient if len(pieces) == 1 else gradient[start:stop]
@@ -149,7 +189,69 @@ class Together:
                 axes = [-1, *[1] * (found.shape.rank - 1)]
                 return tf.reduce_sum(found * tf.reshape(weights, axes), 0)
 
-        return [Pieces([mean(piece) for piece in pieces]) for pieces in self._given]
+        found = [Pieces([mean(piece) for piece in pieces]) for pieces in self._given]
+        if self._messages is not None:
+            total = self._messages.mean(arrived, self.turns.own.read_value())
+            found.append(Pieces([total]))
+        return found
+
+
+class Copies:
+    """Copies of what a step changes, by which it can be taken once more."""
+
+    def __init__(self, name: str, servers: Servers, changed: Sequence[Any]) -> None:
+        """Make the variables, each where the original is.
+
+        Args:
+            name: prefix of their names.
+            servers: of the job.
+            changed: the originals.
+        """
+        self._pairs = [
+            (each, servers.copy_of(f"{name}.copy.{i}", each))
+            for i, each in enumerate(changed)
+        ]
+        self._kept = servers.variable(f"{name}.copied", tf.int64)  # before which step
+
+    def begin(self) -> None:
+        """Give first values, which no step is of; the originals have theirs."""
+        self._kept.assign(-1)
+        for _, copy in self._pairs:
+            copy.assign(tf.zeros(copy.whole, copy.dtype))
+
+    def keep(self, step: tf.Variable) -> list[Any]:
+        """Keep what there is before a step, or return to it if the step has begun.
+
+        Args:
+            step: its number, shape [], int64.
+
+        Returns:
+            What comes after that.
+        """
+        number = step.read_value()
+
+        def keep() -> None:
+            pairs = self._pairs
+            with tf.control_dependencies(completed(lambda: _copy(pairs))):
+                self._kept.assign(number)
+
+        def give_back() -> None:
+            _copy([(copy, original) for original, copy in self._pairs])
+
+        def do() -> None:
+            with tf.device("CPU:0"):
+                begun = tf.identity(self._kept.read_value()) == number
+            tf.cond(begun, give_back, keep)
+
+        return completed(do)
+
+
+def _copy(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Let variables have the values of others, each where it is."""
+    for source, target in pairs:
+        for at in source.cursor.over(len(source.pieces)):
+            with tf.device(source.pieces[at].device):
+                target.assign(source.read_value())
 
 
 def completed(do: Callable[[], None]) -> list[Any]:

@@ -154,6 +154,8 @@ class GuestSeat:
         except (OSError, ValueError) as error:
             raise CannotStart(f"cannot join the job at {where}: {error}") from error
         if "index" not in answer:
+            self._socket.close()
+            lines.close()
             reason = answer.get("error", "it is no door of tf-dgc-run")
             raise NotThere(f"cannot join the job at {where}: {reason}")
         self.index, self._cluster = int(answer["index"]), dict(answer["cluster"])

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc.servers.members import Members
+from tf_dgc.servers.quorum import Rule
 
 OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
 SUBJECT = "A synchronous step"
@@ -23,14 +24,16 @@ class Attendance:
         round: shape [], int64: of this worker.
     """
 
-    def __init__(self, entries: Any, places: Any, members: Members) -> None:
+    def __init__(self, entries: Any, places: Any, members: Members, rule: Rule) -> None:
         """Take the variables of the servers, and begin outside.
 
         Args:
             entries: rounds.
             places: of the workers.
             members: of the job.
+            rule: how many a round waits for, and how long.
         """
+        self._rule = rule
         self.entries, self.places, self._members = entries, places, members
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
@@ -60,7 +63,8 @@ class Attendance:
         # Who sees the round, which all read first, sees that this worker comes.
         self._members.put(self.places, COMES)
         self._members.put(self.entries, number)
-        self._members.meetings.wait_for_others(self.entries, number, SUBJECT)
+        wait = self._members.meetings.wait_for_others
+        wait(self.entries, number, SUBJECT, *self._rule)
         self._members.put(self.places, INSIDE)
         return np.bool_(True)
 

@@ -126,7 +126,14 @@ class Meetings:
         self.wait_for_others(self._arrived, self._barriers, "A barrier")
         self._workers.put(self._waits, 0)
 
-    def wait_for_others(self, counts: SharedVariable, own: int, subject: str) -> None:
+    def wait_for_others(
+        self,
+        counts: SharedVariable,
+        own: int,
+        subject: str,
+        enough: int | None = None,
+        limit: float | None = None,
+    ) -> None:
         """Wait until no worker has counted less than this one.
 
         But for those that have ended, are not heard of any more, wait in a barrier for
@@ -136,6 +143,9 @@ class Meetings:
             counts: shape [W], int64.
             own: this worker's.
             subject: of what is told.
+            enough: how many workers that have, this one included, need not wait for
+                the others; None waits for all.
+            limit: seconds after which the others are not waited for.
 
         Raises:
             TimeoutError: those that are waited for live, and take no steps: they wait
@@ -145,6 +155,11 @@ class Meetings:
         patience, told = Patience(self, subject), False
         while True:
             late = counts.read_value().numpy() < own
+            come = 1 + np.count_nonzero(~late & self.others())
+            if enough is not None and come >= enough:
+                return
+            if limit is not None and time.monotonic() - began >= limit:
+                return
             absent = late & self._workers.absent()
             absent[self._given_up] = False
             here = late & self.others()

@@ -218,6 +218,11 @@ class Members:
             self.beat_once()
         return int(self._ids.read_value().numpy()[self.index]) == self._id
 
+    def expel(self, workers: Any) -> np.bool_:
+        """Let workers end should they come back: numbers, shape [K], int64."""
+        self._ids.scatter_update(tf.IndexedSlices(0 * workers, tf.constant(workers)))
+        return np.bool_(True)
+
     def leave(self) -> None:
         """Give the place back, at the end of the process."""
         atexit.unregister(self.leave)

@@ -58,6 +58,11 @@ class Servers:
         args = name, CONTAINER, dtype, shape, pieces, cursor, unique_id
         return SharedVariable(*args)
 
+    def copy_of(self, name: str, variable: SharedVariable) -> SharedVariable:
+        """Return another variable, in pieces as one that there is."""
+        args = name, CONTAINER, variable.dtype, variable.whole.as_list()
+        return SharedVariable(*args, variable.pieces, variable.cursor)
+
 
 class Pair(NamedTuple):
     """A worker's own variable, and what is trained in its place."""

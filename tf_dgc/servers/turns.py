@@ -5,6 +5,11 @@ arrived. Once enough have, those that wait draw lots on server 0; who draws the 
 one applies the mean to what is trained, and counts the step. Who comes later finds it
 counted, and drops its gradient.
 
+By a `Rule` a step waits for a quorum, or for a time after its first gradient, and what
+comes later counts in the next one: a worker learns by a mark whether its own was in the
+step. Who applies it has kept a copy of all that it changes; should it die, the first of
+those that wait begins once more, from there.
+
 Workers that train at the same time do so in a round: by its number those that are in
 another `fit`, or wait for the next one, hold nobody back. It is not counted by visits:
 who has taken another's place, or was not heard of for a time, is in that of the others.
@@ -21,10 +26,12 @@ import tensorflow as tf
 from tf_dgc import values
 from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, SUBJECT, Attendance
 from tf_dgc.servers.members import Members
+from tf_dgc.servers.quorum import Quorum, Rule
 from tf_dgc.servers.shared import Servers
 
 _LOTS = 2**20  # of a step; each worker draws one at most
-NOW, READY, OVER, FREE, STUCK, ROUND = range(6)  # what a worker that waits looks at
+# What a worker that waits looks at.
+NOW, READY, OVER, FREE, STUCK, ROUND, HEIR = range(7)
 
 
 class Arrived(NamedTuple):
@@ -88,10 +95,16 @@ class Turns:
     Attributes:
         own: shape [], int64: the step for which this worker computes a gradient.
         attendance: of workers in rounds.
+        quorum: that makes a step; None where what comes late is dropped.
     """
 
     def __init__(
-        self, name: str, servers: Servers, members: Members, backup_workers: int
+        self,
+        name: str,
+        servers: Servers,
+        members: Members,
+        backup_workers: int,
+        rule: Rule | None = None,
     ) -> None:
         """Make the variables.
 
@@ -100,6 +113,7 @@ class Turns:
             servers: of the job.
             members: its workers.
             backup_workers: of how many a step does not wait.
+            rule: of steps in which nothing is dropped.
         """
         self._members, self._backups = members, backup_workers
         self._device = servers.devices[0]
@@ -115,7 +129,10 @@ class Turns:
         self._weights = make("turn_weights", tf.float32, each)
         self._lots = Lots(lots, make("turn_appliers", shape=each), members, servers)
         entries, places = (make(f"turn_{n}", shape=each) for n in ("entries", "places"))
-        self.attendance = Attendance(entries, places, members)
+        self.attendance = Attendance(entries, places, members, rule or Rule())
+        self.quorum: Quorum | None = None
+        if rule is not None:
+            self.quorum = Quorum(rule, make, members, self._device)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.constant(0, tf.int64)
@@ -128,6 +145,8 @@ class Turns:
         for variable in (self._step, self._arrived, *lots, *told):
             variable.assign(tf.zeros(variable.shape, tf.int64))
         self._weights.assign(tf.zeros(self._weights.shape))
+        if self.quorum is not None:
+            self.quorum.begin()
 
     def join(self) -> None:
         """Begin, eagerly, where others may have; what a former process said is void."""
@@ -144,7 +163,7 @@ class Turns:
 
         Shape [], bool.
         """
-        look = self._look()
+        look = self.look()
         with tf.device("CPU:0"):
             followed = self.attendance.follow(look[ROUND])
             with tf.control_dependencies([followed]):
@@ -158,16 +177,19 @@ class Turns:
         """
         with tf.device(self._device):
             self._members.put(self._weights, weight)
-            weights = self._weights.read_value()
-        with tf.control_dependencies([weights]), tf.device(self._device):
+            given = [self._weights.read_value()]
+        if self.quorum is not None:
+            given += self.quorum.arrive()
+        with tf.control_dependencies(given), tf.device(self._device):
             self._members.put(self._arrived, self.own.read_value() + 1)
 
-    def _look(self) -> tf.Tensor:
+    def look(self) -> tf.Tensor:
         """Return `NOW`, the step that is to be taken, and what else there is to know.
 
         Of the step of this worker's gradient: whether enough have arrived; whether
         fewer than that take part; whether no lot is drawn; whether who drew the first
-        is dead; and the round that this worker is in, or has missed. Shape [6], int64.
+        is dead; the round that this worker is in, or has missed; and who is to apply it
+        in the place of one that is dead. Shape [7], int64.
         """
         own, own_round = self.own.read_value(), self.attendance.round.read_value()
         with tf.device(self._device):
@@ -186,64 +208,31 @@ class Turns:
                 count = tf.math.count_nonzero(known) - self._backups
                 count = tf.maximum(count, 1)
                 over, needed = needed < count, count
+            ready = tf.math.count_nonzero(arrived) >= needed
+            if self.quorum is not None:
+                ready = self.quorum.is_ready(arrived, needed)
+            waits = tf.where(living & arrived)[:, 0]
+            nobody = tf.constant([living.shape[0]], tf.int64)
+            heir = tf.reduce_min(tf.concat([waits, nobody], 0))
             applies = living & (self._lots.appliers.read_value() == own + 1)
             found = [
                 now,
-                tf.math.count_nonzero(arrived) >= needed,
+                ready,
                 over,
                 lots == own * _LOTS,
                 (lots > own * _LOTS) & ~tf.reduce_any(applies) & (now == own),
                 own_round,
+                heir,
             ]
             look = tf.stack([tf.cast(each, tf.int64) for each in found])
         with tf.device("CPU:0"):
             return tf.identity(look)
 
     def wait(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Wait until the step of this worker's gradient is taken, or is to be.
+        """Wait until the step of this worker's gradient is taken; see `StepWait`."""
+        return StepWait(self, self._members, self._lots).wait()
 
-        Returns:
-            Whether this worker is to apply it, and whether it never will be, as too few
-            take part: each of shape [], bool.
-
-        Raises:
-            tf.errors.InvalidArgumentError: the worker that was to apply it is dead.
-        """
-        own = self.own.read_value()
-
-        def wins(look: tf.Tensor) -> tf.Tensor:
-            ready = (look[READY] > 0) & (
-                look[ROUND] == self.attendance.round.read_value()
-            )
-            free = ready & (look[FREE] > 0)
-            draw = functools.partial(self._lots.draw, own)
-            return tf.cond(free, draw, lambda: tf.constant(False))
-
-        def goes_on(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> tf.Tensor:
-            return (look[NOW] == own) & (look[OVER] == 0) & ~won
-
-        def sleep(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> list[tf.Tensor]:
-            with tf.device("CPU:0"):
-                since = tf.where(look[STUCK] > 0, since, tf.timestamp())
-                lasts = tf.timestamp() - since < self._members.liveness
-                with tf.control_dependencies([values.require(lasts, _torn)]):
-                    slept = tf.numpy_function(
-                        self._nap, [began], tf.bool, stateful=True
-                    )
-            with tf.control_dependencies([slept]):
-                look = self._look()
-            return [look, wins(look), since]
-
-        with tf.device("CPU:0"):
-            look, began = self._look(), tf.timestamp()
-            first = [look, wins(look), began]
-            look, won, _ = tf.while_loop(goes_on, sleep, first, parallel_iterations=1)
-            return won, (look[OVER] > 0) & (look[NOW] == own) & ~won
-
-    def _nap(self, began: Any) -> Any:
-        return self._members.meetings.nap(began, self._late, SUBJECT)
-
-    def _late(self) -> np.ndarray:
+    def late(self) -> np.ndarray:
         """Tell which workers this step waits for: shape [W], bool."""
         late = self.attendance.inside() & self._members.meetings.others()
         arrived: np.ndarray = self._arrived.read_value().numpy()
@@ -261,6 +250,16 @@ class Turns:
             # Rows of one worker alone leave its gradient as it is.
             total = tf.reduce_sum(weights)
             return Arrived(found, tf.math.divide_no_nan(weights, total))
+
+    def state(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the step that is to be taken, and whether a worker has begun that.
+
+        Shape [], int64, and shape [], bool; on server 0.
+        """
+        with tf.device(self._device):
+            now = self._step.read_value()
+            with tf.control_dependencies([now]):
+                return now, self._lots.drawn.read_value() > now * _LOTS
 
     def count(self) -> None:
         """Count the step: all go on."""
@@ -281,6 +280,65 @@ class Turns:
         with tf.device("CPU:0"):
             self.own.assign(now)
             return self.own.read_value()
+
+
+class StepWait:
+    """Wait of a worker whose gradient is on the servers."""
+
+    def __init__(self, turns: Turns, members: Members, lots: Lots) -> None:
+        """Take what tells how far the step is."""
+        self._turns, self._members, self._lots = turns, members, lots
+
+    def wait(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Wait until the step of this worker's gradient is taken, or is to be.
+
+        Returns:
+            Whether this worker is to apply it, and whether it never will be, as too few
+            take part: each of shape [], bool.
+
+        Raises:
+            tf.errors.InvalidArgumentError: the worker that was to apply it is dead, and
+                there is no rule.
+        """
+        own = self._turns.own.read_value()
+
+        def wins(look: tf.Tensor) -> tf.Tensor:
+            ready = (look[READY] > 0) & (
+                look[ROUND] == self._turns.attendance.round.read_value()
+            )
+            free = ready & (look[FREE] > 0)
+            draw = functools.partial(self._lots.draw, own)
+            return tf.cond(free, draw, lambda: tf.constant(False))
+
+        def goes_on(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> tf.Tensor:
+            return (look[NOW] == own) & (look[OVER] == 0) & ~won
+
+        def sleep(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device("CPU:0"):
+                since = tf.where(look[STUCK] > 0, since, tf.timestamp())
+                lasts = tf.timestamp() - since < self._members.liveness
+                required = [] if self._turns.quorum else [values.require(lasts, _torn)]
+                with tf.control_dependencies(required):
+                    slept = tf.numpy_function(
+                        self._nap, [began], tf.bool, stateful=True
+                    )
+            with tf.control_dependencies([slept]):
+                look = self._turns.look()
+            if self._turns.quorum is None:
+                return [look, wins(look), since]
+            inherits = ~lasts & (look[STUCK] > 0) & (look[HEIR] == self._members.index)
+            quorum, appliers = self._turns.quorum, self._lots.appliers
+            inherit = functools.partial(quorum.inherit, appliers, own)
+            return [look, tf.cond(inherits, inherit, lambda: wins(look)), since]
+
+        with tf.device("CPU:0"):
+            look, began = self._turns.look(), tf.timestamp()
+            first = [look, wins(look), began]
+            look, won, _ = tf.while_loop(goes_on, sleep, first, parallel_iterations=1)
+            return won, (look[OVER] > 0) & (look[NOW] == own) & ~won
+
+    def _nap(self, began: Any) -> Any:
+        return self._members.meetings.nap(began, self._turns.late, SUBJECT)
 
 
 def _torn() -> list[Any]:

@@ -13,15 +13,13 @@ from tf_dgc import _host, optimizers
 from tf_dgc.config import ADAPTIVE, AUTO, VISITS, AveragingConfig
 from tf_dgc.exchanges import Averaging, Companions, Expected
 from tf_dgc.exchanges.averaged import settle
-from tf_dgc.exchanges.modes import Combining
+from tf_dgc.strategies.combining import combining_of
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.inner import Inner
 from tf_dgc.strategies.outer import OuterOptimizers
 from tf_dgc.strategies.states import constrain
 
 _logger = logging.getLogger("tf_dgc")
-
-SENDERS_DECAY = 0.95  # of what was not sent, in Sarfi et al., arXiv:2508.15706
 
 
 class AveragingInner(Inner):
@@ -107,7 +105,7 @@ class AveragingInner(Inner):
                 expected = Expected(
                     self._companions_of(optimizer),
                     self._outer.step(optimizer),
-                    self._combining(optimizer),
+                    combining_of(optimizer, self._settings),
                     self._overlap_of(optimizer),
                 )
                 self._averaging.expect(optimizer, expected)
@@ -131,18 +129,6 @@ class AveragingInner(Inner):
                 "them, DGCConfig(sparsity=...), take a shorter period, or more epochs"
             ]
         )
-
-    def _combining(self, optimizer: keras.optimizers.Optimizer) -> Combining:
-        """Return what becomes of compressed changes that an optimizer has made."""
-        config, rule = self._settings, self._settings.combine
-        if rule == "auto":
-            plain = config.outer_optimizer is not None or config.compression is None
-            short = not plain and optimizers.normalizes_steps(optimizer)
-            rule = "senders" if short else "mean"
-        decay = config.error_decay
-        if decay is None:
-            decay = SENDERS_DECAY if rule == "senders" else 1.0
-        return Combining(rule == "senders", decay)
 
     def _overlap_of(self, optimizer: keras.optimizers.Optimizer) -> int:
         """Return for how many steps rounds of what an optimizer trains are in flight.

@@ -11,6 +11,7 @@ from tf_dgc import _host
 from tf_dgc._host.shared import Table
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.downpour import Downpouring, ServerStats
+from tf_dgc.exchanges.served_rounds import RoundsOnServers
 from tf_dgc.search import tuners
 from tf_dgc.servers import cluster as clusters
 from tf_dgc.servers import tables
@@ -91,7 +92,8 @@ class DownpourStrategy(BaseStrategy):
         told = {"seed": secrets.randbits(31), **randomness.told()}
         place = self._servers, cluster.index, cluster.workers
         self._members = Members(*place, config.liveness, timeout, record, told)
-        self._make = Downpouring(config, self._servers, self._members)
+        kind = Downpouring if config.local_steps is None else RoundsOnServers
+        self._make = kind(config, self._servers, self._members)
         self._settings = config
         super().__init__(Mesh.of(transport), config, self._make)
         if config.synchronous and cluster.workers > 1:

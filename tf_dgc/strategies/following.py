@@ -18,7 +18,7 @@ class Following:
             make: of exchanges with servers.
             fits: that run.
         """
-        self._members, self._config, self._fits = make.members, make.config, fits
+        self._members, self._config, self._fits = make.members, make.settings, fits
 
     def tell_epoch(self, epoch: int) -> None:
         """Tell the other workers at which epoch of its `fit` the chief is."""

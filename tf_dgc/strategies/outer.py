@@ -14,6 +14,33 @@ from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.strategies.core import Core
 
 
+def made_of(
+    strategy: tf.distribute.Strategy,
+    wanted: Any,
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Return an outer optimizer, built for what an optimizer of the user trains.
+
+    Args:
+        strategy: of the scope in which it is made.
+        wanted: an optimizer, its settings, or a function that makes one.
+        optimizer: of the user.
+    """
+
+    def create() -> keras.optimizers.Optimizer:
+        with strategy.scope():
+            if callable(wanted):
+                outer = wanted()
+            elif isinstance(wanted, Mapping):
+                outer = keras.optimizers.deserialize(dict(wanted))
+            else:
+                outer = type(wanted).from_config(wanted.get_config())
+            outer.build(_host.keras.variables_of(optimizer))
+        return outer
+
+    return unseen(create)
+
+
 class OuterOptimizers:
     """Outer optimizers, one for each optimizer of the user."""
 
@@ -42,20 +69,8 @@ class OuterOptimizers:
     def _create(
         self, optimizer: keras.optimizers.Optimizer
     ) -> keras.optimizers.Optimizer:
-        wanted = self._config.outer_optimizer
-
-        def create() -> keras.optimizers.Optimizer:
-            with self._core.strategy.scope():
-                if callable(wanted):
-                    outer = wanted()
-                elif isinstance(wanted, Mapping):
-                    outer = keras.optimizers.deserialize(dict(wanted))
-                else:
-                    outer = type(wanted).from_config(wanted.get_config())
-                outer.build(_host.keras.variables_of(optimizer))
-            return outer
-
-        outer = unseen(create)
+        args = self._core.strategy, self._config.outer_optimizer, optimizer
+        outer = made_of(*args)
         own = [variable.value for variable in _host.keras.variables_of(optimizer)]
         optimizers.refuse_whole_tensors(outer, own, self._config.compression)
         # Its gradients are the same on all workers.

@@ -102,7 +102,7 @@ class DownpourExtended(OneReplicaExtended):
 
     def _assigned(self, variable: Any, name: str, args: Any, kwargs: Any) -> Any:
         strategy = self._container_strategy()
-        twin = strategy.inner.twins.of(variable)
+        twin = strategy.inner.twin_of(variable)
         optimizer = _host.keras.calling_optimizer()
         if self.running and optimizer is not None and twin is not None:
             if not self.applying:
@@ -111,7 +111,7 @@ class DownpourExtended(OneReplicaExtended):
         elif self.running and twin is not None:
             getattr(twin, name)(*args, **kwargs)
             strategy.inner.twins.mark(twin)
-        else:
+        elif not (self.running and strategy.inner.steps_locally):
             strategy.inner.twins.note()
         return _host.shared.bypassed(variable, name)(*args, **kwargs)
 
@@ -126,7 +126,7 @@ class DownpourExtended(OneReplicaExtended):
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
         strategy = self._container_strategy()
-        twin = strategy.inner.twins.of(var)
+        twin = strategy.inner.twin_of(var)
         if twin is None or not self.running:
             return super()._update(var, fn, args, kwargs, group)
         self.refuse_foreign(var)

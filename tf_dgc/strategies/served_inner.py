@@ -16,6 +16,7 @@ from tf_dgc.strategies import embeddings
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.following import Following
 from tf_dgc.strategies.inner import Inner
+from tf_dgc.strategies.served_rounds import LocalTraining
 from tf_dgc.strategies.served_share import OverServers, ServedShare
 from tf_dgc.strategies.served_training import Fits, ServedTraining
 
@@ -58,6 +59,20 @@ class ServedInner(Inner):
     def holds_alike(self) -> bool:
         """False: workers do not wait for each other, and have what the servers have."""
         return False
+
+    @property
+    def local(self) -> LocalTraining | None:
+        """Local steps, where it is an outer optimizer that is on the servers."""
+        return self._exchanging.local
+
+    @property
+    def steps_locally(self) -> bool:
+        """Tell whether an optimizer updates this worker's own copy."""
+        return self.local is not None and not self.local.on_servers
+
+    def twin_of(self, variable: Any) -> Any:
+        """Return what is updated on the servers in the place of a variable, or None."""
+        return None if self.steps_locally else self.twins.of(variable)
 
     @property
     def twins(self) -> Any:
@@ -104,8 +119,11 @@ class ServedInner(Inner):
         self._fetch(always=False)
 
     def fetch(self) -> None:
-        """Fetch in any case what the servers have."""
-        if not bool(self.twins.changed):
+        """Fetch in any case what the servers have; where `fit` begins, with others."""
+        if self.local is not None and self.fits.running and not self.fits.evaluating:
+            for each in self.local.rounds():
+                each.come()
+        elif not bool(self.twins.changed):
             self._fetch(always=True)
 
     def take_back(self) -> None:
@@ -117,6 +135,8 @@ class ServedInner(Inner):
     def _fetch(self, always: bool) -> None:
         for exchange in served(self.core.ledger.exchanges()):
             exchange.settle(always)
+        for each in self.local.rounds() if self.local else []:
+            each.settle(always)
 
     def barrier(self) -> None:
         """Wait until all workers have come here; then fetch."""

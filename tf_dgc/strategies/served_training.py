@@ -10,9 +10,11 @@ from tf_dgc import _host, optimizers
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.served import Served
+from tf_dgc.exchanges.served_rounds import RoundsOnServers
 from tf_dgc.strategies import embeddings, on_servers
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.exchanging import Exchanging
+from tf_dgc.strategies.served_rounds import LocalTraining
 
 
 class Fits:
@@ -46,6 +48,9 @@ class ServedTraining(Exchanging):
         """
         super().__init__(core)
         self._make, self._fits = make, fits
+        self.local: LocalTraining | None = None
+        if isinstance(make, RoundsOnServers):
+            self.local = LocalTraining(core, make)
         self._before_step: list[Callable[[], None]] = []
         self._current: Served | None = None  # the exchange of the step that runs
 
@@ -60,6 +65,9 @@ class ServedTraining(Exchanging):
             return
         for variable in variables:
             self._core.extended.refuse_foreign(variable)
+        if self.local is not None and not self.local.on_servers:
+            self.local.prepare(optimizer, variables, self._open_outer)
+            return
         momentum = optimizers.momentum_of(optimizer, 1.0, variables)
         with tf.init_scope():
             _refuse_without_values(variables)
@@ -94,6 +102,13 @@ class ServedTraining(Exchanging):
         if self._current is not None:
             tf.cond(self._current.pushes_now, do, lambda: None)
 
+    def _open_outer(
+        self, outer: keras.optimizers.Optimizer, variables: Sequence[Any]
+    ) -> Any:
+        """Return the exchange of an outer optimizer, which is made."""
+        self.prepare(outer, [(variable, variable) for variable in variables])
+        return self._current
+
     def _exchange_of(self, optimizer: Any, variables: list[Any], *args: Any) -> Served:
         """Return the exchange of variables; see `Ledger.of`."""
         return cast(Served, self._core.ledger.of(optimizer, variables, *args))
@@ -107,6 +122,13 @@ class ServedTraining(Exchanging):
     ) -> None:
         """Push the gradients, and fetch the parameters."""
         used = [(g, v) for g, v in pairs if g is not None]
+        # Of the step that only finds data at their end nothing counts.
+        given = tf.nest.flatten([g for g, _ in used], expand_composites=True)
+        if self.local is not None and not self.local.on_servers:
+            with tf.control_dependencies(given):
+                self.local.begin_step(optimizer, [v for _, v in used])
+                super().exchange_and_update(optimizer, used, learning_rate, update)
+            return
         exchange = self._exchange_of(optimizer, [v for _, v in used])
         before, self._before_step = self._before_step, []
 
@@ -124,8 +146,6 @@ class ServedTraining(Exchanging):
 
             exchange.push(do)
 
-        # Of the step that only finds data at their end nothing counts.
-        given = tf.nest.flatten([g for g, _ in used], expand_composites=True)
         with tf.control_dependencies(given):
             if self._make.members.is_chief:
                 twins, succession = self._make.twins, self._make.members.succession

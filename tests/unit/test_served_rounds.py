@@ -1,0 +1,374 @@
+"""Tests of averaging on servers: local steps, and rounds; workers are threads."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import keras
+import local_servers
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_dgc
+from tf_dgc.compression import arena
+from tf_dgc.exchanges.modes import Combining
+from tf_dgc.exchanges.served_messages import UnsentChanges, combined
+
+BATCH, FEATURES = 16, 4
+OUTER = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def data(batches: int) -> tuple[np.ndarray, np.ndarray]:
+    drawn = np.random.default_rng(5)
+    x = drawn.normal(size=(BATCH * batches, FEATURES)).astype("float32")
+    return x, x[:, :1] * 2 - x[:, 1:2]
+
+
+def network(statistics: bool = False) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input([FEATURES]), keras.layers.Dense(5, "relu")]
+    if statistics:
+        layers.append(keras.layers.BatchNormalization(momentum=0.9))
+    return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+
+def compiled(model: keras.Model, optimizer: Any) -> keras.Model:
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
+    """Call functions at the same time; return what they return."""
+    found: list[Any] = [None] * len(functions)
+    errors: list[BaseException] = []
+
+    def call(k: int) -> None:
+        try:
+            found[k] = functions[k]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=call, args=[k], daemon=True)
+        for k in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        if thread.is_alive():
+            raise AssertionError(f"it hangs; {errors}")
+    if errors:
+        raise errors[0]
+    return found
+
+
+class Lockstep:
+    """W workers in one process by plain Keras: DiLoCo, round by round."""
+
+    def __init__(self, workers: int, optimizer: Any, outer: Any, **options: Any):
+        self.workers, self.outer = workers, outer()
+        self.models = [
+            compiled(network(**options), optimizer()) for _ in range(workers)
+        ]
+        self.agreed = network(**options)
+        self.outer.build(self.agreed.trainable_variables)
+
+    def fit(self, epochs: int, batches: int, period: int) -> list[np.ndarray]:
+        x, y = data(batches)
+        for _ in range(epochs):
+            taken = 0
+            for t in range(batches):
+                for k, model in enumerate(self.models):
+                    rows = BATCH // self.workers
+                    own = slice(t * BATCH + k * rows, t * BATCH + (k + 1) * rows)
+                    model.train_on_batch(x[own], y[own])
+                taken += 1
+                if taken == period:
+                    self.meet()
+                    taken = 0
+            if taken:
+                self.meet()
+        return self.agreed.get_weights()
+
+    def meet(self) -> None:
+        changes = [
+            np.mean([a - w for w in each], axis=0)
+            for a, *each in zip(
+                self.agreed.get_weights(),
+                *[model.get_weights() for model in self.models],
+                strict=True,
+            )
+        ]
+        trained = {id(v) for v in self.agreed.trainable_variables}
+        gradients = []
+        for variable, change in zip(self.agreed.weights, changes, strict=True):
+            if id(variable) in trained:
+                gradients.append(tf.constant(change))
+            else:
+                variable.assign(variable.numpy() - change)
+        self.outer.apply(gradients, self.agreed.trainable_variables)
+        for model in self.models:
+            model.set_weights(self.agreed.get_weights())
+
+
+class EqualityTest(parameterized.TestCase):
+    """Where all live, and a round is of all, it is DiLoCo in lockstep."""
+
+    @parameterized.parameters(
+        (2, "sgd", None, False),
+        (2, "adam", OUTER, True),
+        (2, "adam", None, False),
+    )
+    def test_rounds_are_those_of_lockstep(
+        self, workers: int, name: str, outer: Any, statistics: bool
+    ) -> None:
+        def optimizer() -> Any:
+            rate = 0.05 if name == "sgd" else 0.01
+            return keras.optimizers.get(
+                {"class_name": name, "config": {"learning_rate": rate}}
+            )
+
+        def outer_optimizer() -> Any:
+            return keras.optimizers.SGD(**(outer or {"learning_rate": 1.0}))
+
+        twin = Lockstep(workers, optimizer, outer_optimizer, statistics=statistics)
+        expected = twin.fit(2, 7, 3)
+        x, y = data(7)
+        given = None if outer is None else outer_optimizer
+        with local_servers.Job(workers=workers) as job:
+            strategies = [
+                job.worker(k, local_steps=3, outer_optimizer=given)
+                for k in range(workers)
+            ]
+            models = []
+            for strategy in strategies:
+                with strategy.scope():
+                    models.append(compiled(network(statistics), optimizer()))
+            batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+            in_threads(
+                [
+                    lambda m=m: m.fit(batches, epochs=2, verbose=0)  # type: ignore[misc]
+                    for m in models
+                ]
+            )
+            found = [model.get_weights() for model in models]
+            for each in found[1:]:
+                for own, first in zip(each, found[0], strict=True):
+                    np.testing.assert_array_equal(own, first)
+            for own, other in zip(found[0], expected, strict=True):
+                np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-6)
+            stats = strategies[0].server_stats()
+            self.assertEqual(int(stats.pushes), 2 * 3)
+
+
+class JoiningTest(parameterized.TestCase):
+    def fit(self, strategy: Any, epochs: int = 1, **options: Any) -> keras.Model:
+        with strategy.scope():
+            model = compiled(network(), keras.optimizers.Adam(0.01))
+        self.fit_again(model, epochs, **options)
+        return model
+
+    def fit_again(self, model: keras.Model, epochs: int, **options: Any) -> None:
+        x, y = data(6)
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        model.fit(batches, epochs=epochs, verbose=0, **options)
+
+    def test_who_joins_has_what_the_servers_have_and_counts_steps_with_them(
+        self,
+    ) -> None:
+        settings: dict[str, Any] = {"local_steps": 3, "quorum": 1, "grace": 5.0}
+        with local_servers.Job(workers=2) as job:
+            chief = job.worker(0, **settings)
+            model = self.fit(chief, epochs=2)
+            joins = job.worker(1, **settings)
+            first: list[Any] = []
+
+            class First(keras.callbacks.Callback):
+                def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                    first.append(int(self.model.optimizer.iterations))
+
+            other = self.fit(joins, callbacks=[First()])
+            self.assertEqual(first[0], 12 + 1)
+            self.fit_again(model, 1)
+            self.assertEqual(int(model.optimizer.iterations), 18 + 6)
+            self.assertEqual(int(other.optimizer.iterations), 18)
+
+    def test_weights_that_the_chief_loads_go_to_all(self) -> None:
+        settings: dict[str, Any] = {"local_steps": 4}
+        with local_servers.Job(workers=2) as job:
+            strategies = [job.worker(k, **settings) for k in range(2)]
+            models = in_threads(
+                [lambda s=s: self.fit(s) for s in strategies]  # type: ignore[misc]
+            )
+            loaded = [np.full_like(w, 0.5) for w in models[0].get_weights()]
+            models[0].set_weights(loaded)
+            for model in models:
+                model.optimizer.learning_rate = 0.0
+            in_threads(
+                [lambda m=m: self.fit_again(m, 1) for m in models]  # type: ignore[misc]
+            )
+            for model in models:
+                for own, other in zip(model.get_weights(), loaded, strict=True):
+                    np.testing.assert_array_equal(own, other)
+
+    def test_a_change_that_is_no_number_ends_its_worker_alone(self) -> None:
+        x, y = data(4)
+        with local_servers.Job(workers=2) as job:
+            strategies = [job.worker(k, local_steps=2, quorum=1) for k in range(2)]
+            model = self.fit(strategies[0])
+            with strategies[1].scope():
+                other = compiled(network(), keras.optimizers.Adam(0.01))
+            with self.assertRaisesRegex(
+                tf.errors.InvalidArgumentError, "of this worker holds NaN or infinity"
+            ):
+                other.fit(x * np.inf, y, batch_size=BATCH, verbose=0)
+            self.fit_again(model, 1)
+            self.assertTrue(all(np.isfinite(w).all() for w in model.get_weights()))
+
+
+class Ones(keras.Sequential):
+    """Has a gradient of -1 for each element of a kernel."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return -tf.reduce_sum(self.layers[0].kernel.value)
+
+
+class CompressionTest(parameterized.TestCase):
+    COMPRESSION: ClassVar[dict[str, Any]] = {"min_elements": 1, "sample_fraction": 1.0}
+
+    def compression(self, **given: Any) -> tf_dgc.DGCConfig:
+        return tf_dgc.DGCConfig(**{**self.COMPRESSION, **given})
+
+    @parameterized.parameters("sign", "float32", "log4")
+    def test_what_is_sent_and_what_is_kept_is_what_was_changed(self, kind: str) -> None:
+        compression = self.compression(value_dtype=kind, sparsity=0.9)
+        x = np.zeros([80, 10], "float32")
+        with local_servers.Job(workers=1) as job:
+            strategy = job.worker(0, local_steps=3, compression=compression)
+            with strategy.scope():
+                kernel = keras.layers.Dense(
+                    10, use_bias=False, kernel_initializer="zeros"
+                )
+                model = Ones([keras.Input([10]), kernel])
+                model.compile(keras.optimizers.SGD(1.0), jit_compile=False)
+            model.fit(x, batch_size=8, epochs=3, verbose=0)
+            rounds = strategy.inner.local.rounds()[0]
+            (kept,) = arena.unflatten(rounds.outer.layout, rounds.kept()[0])
+            twin = strategy.inner.twins.of(model.layers[0].kernel.value)
+            value = twin.read_value().numpy()
+            np.testing.assert_allclose(value - kept, np.full([10, 10], 30.0), rtol=1e-5)
+            self.assertGreater(np.count_nonzero(kept), 0)
+            np.testing.assert_array_equal(value, model.layers[0].kernel.numpy())
+
+    @parameterized.parameters(("mean", None), ("senders", None), ("auto", OUTER))
+    def test_workers_and_servers_have_the_same_bits(
+        self, combine: str, outer: Any
+    ) -> None:
+        x, y = data(16)
+        given = outer and {"class_name": "SGD", "config": outer}
+        settings: dict[str, Any] = {
+            "local_steps": 2,
+            "compression": self.compression(),
+            "combine": combine,
+            "outer_optimizer": given,
+        }
+        with local_servers.Job(workers=2) as job:
+            strategies = [job.worker(k, **settings) for k in range(2)]
+            models = []
+            for strategy in strategies:
+                keras.utils.set_random_seed(3)
+                with strategy.scope():
+                    layers = [keras.layers.Dense(200, "relu") for _ in range(2)]
+                    model = keras.Sequential(
+                        [keras.Input([FEATURES]), *layers, keras.layers.Dense(1)]
+                    )
+                    models.append(compiled(model, keras.optimizers.Adam(0.01)))
+            batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+            losses = in_threads(
+                [
+                    lambda m=m: m.fit(batches, epochs=2, verbose=0)  # type: ignore[misc]
+                    for m in models
+                ]
+            )
+            for strategy, model in zip(strategies, models, strict=True):
+                for variable in model.trainable_variables:
+                    twin = strategy.inner.twins.of(variable.value)
+                    np.testing.assert_array_equal(twin.read_value(), variable.numpy())
+            whole = sum(4 * v.shape.num_elements() for v in models[0].weights)
+            stats = strategies[0].server_stats()
+            self.assertEqual(int(stats.pushes), 16)
+            self.assertLess(int(stats.sent_bytes), 16 * whole / 30)
+            if outer is None:  # messages come down, but for the first round
+                self.assertLess(int(stats.received_bytes), 3 * whole)
+                for each in losses:
+                    self.assertLess(each.history["loss"][-1], each.history["loss"][0])
+
+    def test_messages_are_combined_as_they_say(self) -> None:
+        drawn = np.random.default_rng(1)
+        layout = arena.build([("a", [30, 10]), ("b", [7, 40])])
+        config = self.compression(value_dtype="float32", sparsity=0.9)
+        kept = [UnsentChanges(layout, config, 1.0, "CPU:0") for _ in range(3)]
+        changes = [
+            [
+                tf.constant(drawn.normal(size=s.shape), tf.float32)
+                for s in layout.segments
+            ]
+            for _ in kept
+        ]
+        found = [k.message(c) for k, c in zip(kept, changes, strict=True)]
+        sent = np.stack(
+            [
+                arena.flatten(layout, c).numpy() - each.left.numpy()
+                for c, each in zip(changes, found, strict=True)
+            ]
+        )
+        words = tf.stack([each.words for each in found])
+        weights = np.array([0.25, 0.0, 0.75], "float32")
+        for senders in (False, True):
+            rule = Combining(senders)
+            mean = combined(kept[0].form, words, tf.constant(weights), rule).numpy()
+            twin = np.sum(weights[:, None] * sent, 0)
+            if senders:
+                total = np.sum(weights[:, None] * (sent != 0), 0)
+                twin = np.divide(twin, total, out=np.zeros_like(twin), where=total > 0)
+            np.testing.assert_allclose(mean, twin, rtol=1e-5, atol=1e-6)
+
+
+class RefusedTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"quorum": 2}, "`quorum` must be None without `local_steps`"),
+        ({"local_steps": 0}, "`local_steps` must be 1 or more"),
+        ({"local_steps": 4, "grace": -1.0}, "`grace` must be a number of seconds"),
+        ({"local_steps": 4, "push_period": 2}, "`push_period` must be 1 with"),
+        ({"local_steps": 4, "synchronous": True}, "`synchronous` must be False with"),
+    )
+    def test_settings_that_do_not_go_together(self, given: Any, text: str) -> None:
+        with self.assertRaisesRegex(ValueError, text):
+            tf_dgc.DownpourConfig(**given)
+
+    def test_settings_are_plain_values_and_back(self) -> None:
+        config = tf_dgc.DownpourConfig(
+            local_steps=8,
+            outer_optimizer=lambda: keras.optimizers.SGD(0.7),
+            quorum=3,
+            grace=10,
+        )
+        again = tf_dgc.DownpourConfig.from_config(config.get_config())
+        self.assertEqual(again.get_config(), config.get_config())
+        self.assertEqual(again.outer_optimizer["class_name"], "SGD")
+
+    def test_moving_averages_of_weights_are_refused(self) -> None:
+        x, y = data(2)
+        with local_servers.Job(workers=1) as job:
+            strategy = job.worker(0, local_steps=2)
+            with strategy.scope():
+                sgd = keras.optimizers.SGD(0.1, use_ema=True)
+                model = compiled(network(), sgd)
+            with self.assertRaisesRegex(ValueError, "with use_ema=True. Leave it out"):
+                model.fit(x, y, verbose=0)
+
+
+if __name__ == "__main__":
+    tf.test.main()
