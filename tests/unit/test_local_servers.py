@@ -127,31 +127,23 @@ class Gathering(keras.Sequential):
         return {"seen": loss}
 
 
-class Scaled(keras.layers.Layer):
-    """Has a variable of TensorFlow, which Keras does not make."""
-
-    def build(self, shape: Any) -> None:
-        self.scale = tf.Variable(tf.ones([3]))
-
-    def call(self, x: Any) -> Any:
-        return x * self.scale
-
-
 class Late(keras.Model):
     """Makes a variable of TensorFlow while its first step is traced."""
 
     def __init__(self, layers: Any) -> None:
         super().__init__()
-        self.scaled, self.dense = Scaled(), layers[-1]
+        self.scale, self.dense = None, layers[-1]
+        self.of_scale = keras.optimizers.SGD(0.1)
 
     def call(self, x: Any) -> Any:
-        return self.dense(self.scaled(x))
+        return self.dense(x)
 
     def train_step(self, given: Any) -> Any:
+        if self.scale is None:
+            self.scale = tf.Variable(lambda: tf.ones([3]))
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(self(given[0]))
-        variables = [*self.trainable_variables, self.scaled.scale]
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
+            loss = tf.reduce_sum(self(given[0] * self.scale))
+        self.of_scale.apply(tape.gradient(loss, [self.scale]), [self.scale])
         return {"seen": loss}
 
 

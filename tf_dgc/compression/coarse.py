@@ -164,4 +164,5 @@ def from_octets(bits: int, octets: tf.Tensor, slots: Any) -> tf.Tensor:
         return codes[:, :slots]
     with tf.device("CPU:0"):  # where shapes are
         size = tf.stack([octets.shape[0], slots])
-    return tf.slice(codes, [0, 0], size)
+        begin = tf.zeros_like(size)
+    return tf.slice(codes, begin, size)
