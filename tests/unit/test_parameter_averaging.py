@@ -636,7 +636,7 @@ class FiguresTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(int(synchronizer.stats().dense_bytes), size)
             worker.step()
             sent = sum(call.bytes for call in transport.sent[before:])
-            self.assertEqual(sent, size + 4 + 104)
+            self.assertEqual(sent, size + 4 + 112)
             self.assertEqual(int(synchronizer.stats().sent_bytes), sent)
             self.assertEqual(int(synchronizer.stats(total=True).sent_bytes), sent)
             self.assertEqual(int(synchronizer.stats(total=True).dense_bytes), 2 * size)

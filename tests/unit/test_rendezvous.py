@@ -331,6 +331,7 @@ class LeavingTest(tf.test.TestCase):
 
     def test_waiting_for_one_that_has_been_done_for_long_is_in_vain(self) -> None:
         own = mock.Mock(rank=0, size=2, _places={}, _waits=-1, _done_since={})
+        own._ranks = [0, 1]
         own._done = lambda: collective.CollectiveTransport._done(own)
         own._turnstile.where = turnstile.STEP
         own._turnstile.calls.numpy.return_value = 7
