@@ -329,7 +329,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
             before = len(transport.sent)
             worker.train(2)
             sent = sum(call.bytes for call in transport.sent[before:])
-            self.assertEqual(sent, 4 * sum(map(np.size, start())) + 104)
+            self.assertEqual(sent, 4 * sum(map(np.size, start())) + 112)
             self.assertEqual(int(worker.synchronizer.stats().sent_bytes), sent)
 
         run_workers(2, work)

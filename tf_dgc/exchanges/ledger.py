@@ -254,18 +254,7 @@ class Ledger:
     ) -> list[Record]:
         """Return this worker's state, eagerly; arguments as in `save`."""
         choice = None if owners is None else Subset(owners, variables)
-        found = [
-            Record(
-                exchange.forms,
-                exchange.steps,
-                {
-                    name: _array_of(value)
-                    for part in (exchange.state, exchange.owed)
-                    for name, value in part.items()
-                },
-            )
-            for exchange in self.left(choice)
-        ]
+        found = [_record_of(exchange) for exchange in self.left(choice)]
         waiting = [each for each in self._waiting if _meet(each.choice, choice)]
         found += [record for each in waiting for record in each.records]
         return nodes.own_records(self.transport, found)
@@ -386,6 +375,16 @@ def _check(exchange: Exchange, record: Record) -> None:
                 f"The restored state does not fit {exchange.name}: field {field!r} "
                 f"must be {own}. Received: {found}"
             )
+
+
+def _record_of(exchange: Exchange) -> Record:
+    """Return the state of an exchange; its steps last: the state waits for rounds."""
+    arrays = {
+        name: _array_of(value)
+        for part in (exchange.state, exchange.owed)
+        for name, value in part.items()
+    }
+    return Record(exchange.forms, exchange.steps, arrays)
 
 
 def _array_of(value: Any) -> np.ndarray:
