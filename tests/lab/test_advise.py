@@ -167,7 +167,7 @@ class FormulaTest(tf.test.TestCase):
         received = {
             "dense": 1.5 * (38_716 + 28 * 4),
             "DGC": 1.5 * (316 + 28 * 4) + 3 * size,
-            "averaging": (1.5 * (38_716 + 400) + 3 * 104) / 4,
+            "averaging": (1.5 * (38_716 + 400) + 3 * 112) / 4,
         }
         computed = {"dense": 1.0, "DGC": 1.5 + 3 * 0.1, "averaging": 1.0 + 0.5 / 4}
         hops = {"dense": 6, "DGC": 9, "averaging": 9 / 4}
