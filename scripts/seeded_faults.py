@@ -148,7 +148,7 @@ FAULTS = (
     Fault(
         "a worker without rows has moved",
         "exchanges/progress.py",
-        "self.moved.assign_add(tf.cast(has_rows & ~early, tf.int64))",
+        "self.moved.assign_add(tf.cast((weight > 0) & ~early, tf.int64))",
         "self.moved.assign_add(tf.cast(~early, tf.int64))",
         "unit/parameter_averaging unit/averaging_strategy unit/without_rows",
     ),
@@ -197,10 +197,10 @@ FAULTS = (
     ),
     # Rows and losses.
     Fault(
-        "a worker without rows applies whatever it has computed",
-        "strategies/weights.py",
-        "return tf.where(empty, tf.zeros_like(gradient), gradient)",
-        "return gradient",
+        "a worker without rows adds whatever it has computed",
+        "strategies/rows.py",
+        "lambda each: tf.where(empty, tf.zeros_like(each), each),",
+        "lambda each: each,",
         "unit/without_rows unit/share unit/own_steps",
     ),
     Fault(
@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "weights that have drifted apart pass for the same",
         "exchanges/replicas.py",
-        "differs = tf.reduce_any(found != found[0])",
-        "differs = tf.reduce_any(found != found)",
+        "differs = found != found[0]",
+        "differs = found != found",
         "unit/replicas",
     ),
     Fault(
@@ -308,8 +308,8 @@ FAULTS = (
     Fault(
         "a synchronous step is taken when the first gradient has arrived",
         "servers/turns.py",
-        "tf.math.count_nonzero(arrived) >= needed,",
-        "tf.math.count_nonzero(arrived) >= 1,",
+        "ready = tf.math.count_nonzero(arrived) >= needed",
+        "ready = tf.math.count_nonzero(arrived) >= 1",
         "unit/turns unit/local_servers jobs/downpour",
     ),
     Fault(
