@@ -91,6 +91,22 @@ class JoiningTest(WithServers):
         self.assertIn(f"others join with tf-dgc-run --join 127.0.0.1:{port}", err)
         self.assertIn("[ps0] told to end", out)
 
+    def test_a_guest_whose_job_is_lost_fails_and_says_so(self) -> None:
+        entrance = door.Door("127.0.0.1", 0, [1])
+        self.addCleanup(entrance._listener.close)
+        entrance.open({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "seat-1:1"]})
+        script = self.script("""
+            signal.signal(signal.SIGTERM, lambda *args: sys.exit(0))
+            print("trains", flush=True)
+            time.sleep(120)
+            """)
+        guest = self.start("--join", entrance.address, script)
+        self.assertIn("trains", guest.stdout.readline())
+        entrance._guests[1].shutdown(socket.SHUT_RDWR)  # as where the launcher dies
+        status, _, err = finish(guest)
+        self.assertEqual(status, 1, err)
+        self.assertIn(f"the job at {entrance.address} is lost", err)
+
     def until_it_listens(self, port: int) -> None:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:

@@ -5,7 +5,7 @@ and a number that no other worker has, and keeps the seat for as long as the con
 lasts. At the end of the job all are told.
 
 A line of JSON goes each way: {"tf_dgc": version} there; {"cluster": .., "index": ..},
-or {"error": text}, back; and {"end": true} at the end. Nobody has to prove who he is,
+or {"error": text}, back; and {"end": true} at the end. Nobody is asked who they are,
 as with the servers: the network must be a private one.
 """
 
@@ -30,6 +30,8 @@ from tf_dgc.version import __version__
 _LINE = 65536  # bytes of a line, at most
 _ANSWER_SECONDS = 10.0
 _BACKLOG = 16
+# Of a machine that is gone without a word: noticed after a minute.
+_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
 def read_address(text: str, option: str) -> tuple[str, int]:
@@ -98,8 +100,7 @@ class Door:
             if index is not None:
                 self._guests[index] = guest
             _send(guest, answer)
-            guest.settimeout(None)
-            guest.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _keep(guest)
             if index is not None:
                 lines.readline(_LINE)  # until it leaves
         if index is not None:
@@ -134,6 +135,7 @@ class GuestSeat:
 
     Attributes:
         index: number of the worker.
+        over: whether it is over, as the job has ended or is lost.
         ended: whether the job has said that it ends.
     """
 
@@ -143,14 +145,14 @@ class GuestSeat:
         Raises:
             CannotStart: nobody listens there, or there is no seat.
         """
-        self.ended = False
+        self.over = self.ended = self._given_back = False
         where = f"{host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), _ANSWER_SECONDS)
             _send(self._socket, {"tf_dgc": __version__})
             lines = self._socket.makefile("rb")
             answer = json.loads(lines.readline(_LINE) or b"{}")
-            self._socket.settimeout(None)
+            _keep(self._socket)
         except (OSError, ValueError) as error:
             raise CannotStart(f"cannot join the job at {where}: {error}") from error
         if "index" not in answer:
@@ -163,8 +165,8 @@ class GuestSeat:
 
     def _listen(self, lines: IO[bytes]) -> None:
         with contextlib.suppress(OSError, ValueError):
-            lines.readline(_LINE)
-        self.ended = True  # told so, or the launcher is no more
+            self.ended = bool(lines.readline(_LINE))
+        self.over = not self._given_back
 
     def config(self) -> str:
         """Return the `TF_CONFIG` of the worker, at an address of its own."""
@@ -177,6 +179,7 @@ class GuestSeat:
 
     def leave(self) -> None:
         """Give it back."""
+        self._given_back = True
         with contextlib.suppress(OSError):  # the job is no more
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -207,11 +210,9 @@ class Guests(Workers):
         Raises:
             CannotStart: there are no seats, or the command cannot be started.
         """
-        self._grace, self._seats, self._ended = (
-            grace,
-            list[GuestSeat](),
-            dict[int, float](),
-        )
+        self._grace, self._place = grace, place
+        self._seats: list[GuestSeat] = []
+        self._told: dict[int, float] = {}  # when each was told to end
         try:
             for _ in range(count):
                 self._seats.append(GuestSeat(*place))
@@ -223,15 +224,20 @@ class Guests(Workers):
             raise
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit codes; the end of the job is a good end of each worker."""
+        """Return the exit codes: 0 at the end of the job, not where it is lost."""
         found, now = super().exit_codes(), time.monotonic()
         for k, seat in enumerate(self._seats):
-            if seat.ended and found[k] is not None:
-                found[k] = 0
-            elif seat.ended and k not in self._ended:
-                self._ended[k] = now
+            if not seat.over:
+                continue
+            if found[k] is not None:
+                found[k] = 0 if seat.ended else found[k] or 1
+            elif k not in self._told:
+                self._told[k] = now
+                if not seat.ended:
+                    host, port = self._place
+                    self._view.note(f"the job at {host}:{port} is lost")
                 self.signal(signal.SIGTERM, [k])
-            elif seat.ended and now > self._ended[k] + self._grace:
+            elif now > self._told[k] + self._grace:
                 self.signal(signal.SIGKILL, [k])
         return found
 
@@ -243,6 +249,14 @@ class Guests(Workers):
     def _leave(self) -> None:
         for seat in self._seats:
             seat.leave()
+
+
+def _keep(connection: socket.socket) -> None:
+    """Let a connection last, and end where the other machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _send(to: socket.socket, told: Mapping[str, Any]) -> None:
