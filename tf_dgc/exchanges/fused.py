@@ -25,7 +25,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,28 +37,13 @@ from tf_dgc.exchanges.applied import Target
 from tf_dgc.exchanges.local_gradients import Clipped
 from tf_dgc.exchanges.modes import Contribution, Mode
 from tf_dgc.exchanges.residual import Residual, bare
-from tf_dgc.transports import sums
+from tf_dgc.transports import base, sums
 from tf_dgc.transports.sums import Sparse, Wire
 
 VARIABLE, SETTINGS = "TF_DGC_XLA", ("auto", "off")
 _FEW = 16
 _forced: list[bool] = []
 _logger = logging.getLogger("tf_dgc")
-
-
-def setting() -> str:
-    """Return what TF_DGC_XLA says.
-
-    Raises:
-        ValueError: it is none of `SETTINGS`.
-    """
-    found = os.environ.get(VARIABLE) or SETTINGS[0]
-    if found not in SETTINGS:
-        raise ValueError(
-            f"The environment variable {VARIABLE} must be one of "
-            f"{', '.join(SETTINGS)}. Received: {VARIABLE}={found!r}"
-        )
-    return found
 
 
 @contextlib.contextmanager
@@ -82,7 +66,7 @@ def is_wanted(device: str) -> bool:
     Raises:
         ValueError: TF_DGC_XLA is wrong.
     """
-    if setting() == "off":
+    if base.setting(VARIABLE, SETTINGS) == "off":
         return False
     if _forced:
         return _forced[-1]

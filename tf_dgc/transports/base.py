@@ -24,6 +24,25 @@ NAMES: Final = ("auto", "local", "collective", "horovod", "hybrid")
 DEFAULT_TIMEOUT: Final = 300.0
 
 
+def setting(variable: str, names: Sequence[str]) -> str:
+    """Return which of some names an environment variable holds; the first by default.
+
+    Args:
+        variable: its name.
+        names: what it may hold.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    found = os.environ.get(variable) or names[0]
+    if found not in names:
+        raise ValueError(
+            f"The environment variable {variable} must be one of {', '.join(names)}. "
+            f"Received: {variable}={found!r}"
+        )
+    return found
+
+
 def default_timeout() -> float:
     """Return the seconds in TF_DGC_TIMEOUT, or DEFAULT_TIMEOUT.
 

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import statistics
 import threading
 import time
@@ -129,21 +128,6 @@ def sides(workers: int) -> tuple[int, int]:
     return rows, workers // rows
 
 
-def setting() -> str:
-    """Return what TF_DGC_GRID says.
-
-    Raises:
-        ValueError: it is none of `SETTINGS`.
-    """
-    found = os.environ.get(VARIABLE) or SETTINGS[0]
-    if found not in SETTINGS:
-        raise ValueError(
-            f"The environment variable {VARIABLE} must be one of "
-            f"{', '.join(SETTINGS)}. Received: {VARIABLE}={found!r}"
-        )
-    return found
-
-
 def chosen(everybody: base.Transport) -> base.Transport:
     """Return a grid where it pays by the latency measured now, else the transport.
 
@@ -155,7 +139,7 @@ def chosen(everybody: base.Transport) -> base.Transport:
     Raises:
         ValueError: TF_DGC_GRID is wrong.
     """
-    wanted = setting()
+    wanted = base.setting(VARIABLE, SETTINGS)
     if sides(everybody.size)[0] < LEAST_SIDE:
         if wanted == "on" and everybody.rank == 0:
             _tell_none(everybody.size)
