@@ -59,11 +59,14 @@ class TrialsTest(WithGroups):
 
     def test_a_group_that_fails_ends_as_a_whole_and_no_other(self) -> None:
         script = self.script("""
-            gone = os.path.join(here, "gone")
+            gone, ready = (os.path.join(here, name) for name in ("gone", "ready"))
             if group == 1 and rank == 1:
+                while not os.path.exists(ready):
+                    time.sleep(0.05)
                 sys.exit(3)
             if group == 1:
                 signal.signal(signal.SIGTERM, lambda *_: (open(gone, "w"), sys.exit(0)))
+                open(ready, "w").close()
                 time.sleep(60)
             while not os.path.exists(gone):
                 time.sleep(0.05)
@@ -78,8 +81,9 @@ class TrialsTest(WithGroups):
 
     def test_a_group_that_fails_is_started_again_as_a_whole(self) -> None:
         script = self.script("""
+            done = [os.path.join(here, f"done{k}") for k in range(2)]
             if group is None:
-                while not os.path.exists(os.path.join(here, "done")):
+                while not all(map(os.path.exists, done)):
                     time.sleep(0.05)
                 sys.exit(0)
             if group == 0 and rank == 0 and attempt == 0:
@@ -88,7 +92,7 @@ class TrialsTest(WithGroups):
                 time.sleep(60)
             if group == 0:
                 print("again", attempt, flush=True)
-                open(os.path.join(here, "done"), "w")
+                open(done[rank], "w").close()
             """)
         again = "--restarts", "2", "--pause", "0"
         status, out, err = self.run_to_end("-n", "4", "--trials", "2", *again, script)
