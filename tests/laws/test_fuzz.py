@@ -412,8 +412,8 @@ class HeaderOfRoundTest(tf.test.TestCase):
         own = averaging.write(averaging.Header(0, 3, 4, 4, 0, 0, 0.5, 0.1)).numpy()
         random, refused, step = np.random.default_rng(0), 0, tf.Variable(0)
         for _ in range(inputs(300)):
-            octets = mutated(random, own.tobytes(), random.bytes(104))
-            other = np.frombuffer(octets[:104].ljust(104, b"\0"))
+            octets = mutated(random, own.tobytes(), random.bytes(own.nbytes))
+            other = np.frombuffer(octets[: own.nbytes].ljust(own.nbytes, b"\0"))
             other = np.where(abs(other) < 1e-300, 0.0, other)  # as TensorFlow has it
             headers = averaging.read(tf.constant(np.stack([own, other])))
             try:
