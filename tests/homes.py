@@ -56,6 +56,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_pushed": "exchanges.selecting",
     "unit/test_records": "strategies.core strategies.states",
     "unit/test_reports": "transports.waiting",
+    "unit/test_rendezvous": "transports.presence",
     "unit/test_resolver": "transports.mesh",
     "unit/test_scope": "strategies.extended strategies.watched",
     "unit/test_scopes": "strategies.fits",

@@ -325,7 +325,6 @@ LARGE = {
     "Downpour": 410,
     "Stamped": 380,
     "BackupState": 360,
-    "CollectiveTransport": 350,
     "OwnerSum": 290,
     "Ledger": 290,
     "Transport": 280,

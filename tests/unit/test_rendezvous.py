@@ -16,7 +16,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import collective, rendezvous, turnstile, watchdog
+from tf_dgc.transports import presence, rendezvous, turnstile, watchdog
 from tf_dgc.transports.rendezvous import NoHybridTransport
 
 
@@ -293,12 +293,8 @@ class LeavingTest(tf.test.TestCase):
 
     def waits(self, address: str, done_after: int, timeout: float = 100.0) -> int:
         """Return how often it looks for the other, and check that it leaves then."""
-        own = mock.Mock(
-            rank=0, size=2, timeout=timeout, addresses=["127.0.0.1:1", address]
-        )
-        own._wait_for = lambda *args: collective.CollectiveTransport._wait_for(
-            own, *args
-        )
+        addresses = ["127.0.0.1:1", address]
+        own = presence.Presence(addresses, 0, timeout, mock.Mock())
         asked: list[str] = []
 
         def wait_for_key(key: str, seconds: float) -> str:
@@ -313,7 +309,7 @@ class LeavingTest(tf.test.TestCase):
             mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
             mock.patch.object(_host.tensorflow, "publish") as publish,
         ):
-            collective.CollectiveTransport._leave(own)
+            own.leave()
         self.assertEqual({*asked}, {"tf_dgc/seen/1"} if asked else set())
         told = [call.args[0] for call in publish.call_args_list]
         self.assertEqual(told, ["tf_dgc/done/0", "tf_dgc/seen/0"])
@@ -330,12 +326,9 @@ class LeavingTest(tf.test.TestCase):
         self.assertEqual(self.waits(gone, done_after=20, timeout=0.0), 0)
 
     def test_waiting_for_one_that_has_been_done_for_long_is_in_vain(self) -> None:
-        own = mock.Mock(rank=0, size=2, _places={}, _waits=-1, _done_since={})
-        own._ranks = [0, 1]
-        own._done = lambda: collective.CollectiveTransport._done(own)
-        own._turnstile.where = turnstile.STEP
-        own._turnstile.calls.numpy.return_value = 7
-        own._gone_from_training.return_value = {}
+        calls = mock.Mock(where=turnstile.STEP)
+        calls.calls.numpy.return_value = 7
+        own = presence.Presence(["a:1", "b:1"], 0, 5.0, calls)
 
         def wait_for_key(key: str, seconds: float) -> str:
             if key == "tf_dgc/done/1":
@@ -345,19 +338,19 @@ class LeavingTest(tf.test.TestCase):
         with (
             mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
             mock.patch.object(_host.tensorflow, "publish"),
-            mock.patch.object(collective.time, "monotonic") as clock,
+            mock.patch.object(presence.time, "monotonic") as clock,
         ):
             for now, expected in ((0.0, False), (9.0, False), (11.0, True)):
                 clock.return_value = now
-                found = collective.CollectiveTransport._in_vain(own, 7)
-                self.assertEqual(found, expected)
+                self.assertEqual(own.in_vain(7), expected)
         told = watchdog.complaint(0, 5.0, own._places)
         self.assertIn("vain", told)
         self.assertIn("worker 1 in no more, as its script has ended", told)
 
     def all_leave(self, *published: str) -> bool:
-        own = mock.Mock(rank=0, size=3, timeout=5.0, addresses=["a:1", "b:1", "c:1"])
-        own._turnstile.calls.numpy.return_value = 8
+        calls = mock.Mock()
+        calls.calls.numpy.return_value = 8
+        own = presence.Presence(["a:1", "b:1", "c:1"], 0, 5.0, calls)
 
         def wait_for_key(key: str, seconds: float) -> str:
             if key.removeprefix("tf_dgc/") in published:
@@ -367,11 +360,11 @@ class LeavingTest(tf.test.TestCase):
         with (
             mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
             mock.patch.object(_host.tensorflow, "publish") as publish,
-            mock.patch.object(collective.time, "sleep"),
-            mock.patch.object(collective.time, "monotonic", side_effect=range(999)),
+            mock.patch.object(presence.time, "sleep"),
+            mock.patch.object(presence.time, "monotonic", side_effect=range(999)),
             mock.patch.object(rendezvous, "unreachable", return_value=[]),
         ):
-            found = collective.CollectiveTransport.all_leave(own)
+            found = own.all_leave()
         publish.assert_called_once_with("tf_dgc/leaves/8/0")
         return found
 

@@ -8,12 +8,9 @@ import atexit
 import contextlib
 import functools
 import itertools
-import logging
 import os
-import re
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import tensorflow as tf
@@ -21,24 +18,13 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.transports import base, ending, rendezvous
 from tf_dgc.transports.local import LocalTransport
-from tf_dgc.transports.turnstile import END, FLIGHT, GROUP, STEP, Turnstile
-from tf_dgc.transports.watchdog import DONE, LEFT, Watchdog, complaint
-
-_logger = logging.getLogger("tf_dgc")
+from tf_dgc.transports.presence import Presence, PresenceApart
+from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
+from tf_dgc.transports.watchdog import Watchdog
 
 # Groups of this package's collectives, beside those of MultiWorkerMirroredStrategy.
 _FIRST_GROUP = 7_400
 _GATHER, _REDUCE, _EXCHANGE = range(_KINDS := 3)
-# A result is there before all others have fetched theirs from this worker.
-_LEAVE_SECONDS = 10.0
-# How often a worker that waits for others to be done looks whether they are there.
-_LOOK_SECONDS = 2.0
-# What ends all workers alike, each shall tell in its own words before it hears others.
-_TELL_SECONDS = 1.0
-_TOLD_CHARACTERS = 1_000
-_LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
-# How the service on worker 0 names workers that are stopped or cut off.
-_SILENT = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
 _REDUCED = (tf.float16, tf.float32, tf.float64, tf.int64)
 
 
@@ -132,12 +118,10 @@ class CollectiveTransport(base.Transport):
         self._first_group, self._groups = _FIRST_GROUP, itertools.count(1)
         self.addresses = list(addresses)
         self._ranks: Sequence[int] = range(len(addresses))  # among all workers
-        self._places: dict[int, str] = {}  # where workers wait, and in which call
-        self._waits = -1
-        self._done_since: dict[int, float] = {}
-        self._trainings = 0  # begun
-        self._left: dict[int, tuple[str, float]] = {}  # why, and since when
-        Watchdog(self._turnstile.calls, self.timeout, self._abort, self._in_vain)
+        args = self.addresses, rank, self.timeout, self._turnstile
+        self._presence = presence = Presence(*args)
+        calls = self._turnstile.calls
+        Watchdog(calls, self.timeout, presence.abort, presence.in_vain)
         ending.watch()
         atexit.register(self._leave)
 
@@ -226,172 +210,25 @@ class CollectiveTransport(base.Transport):
         """Count and order collectives of one's own, with a watchdog of one's own."""
         self._turnstile = Turnstile(unnamed)
         self._order = self._new_order()
-        self._done_since = {}
-        calls, vain = self._turnstile.calls, self._apart_in_vain
-        Watchdog(calls, self.timeout, self._abort_apart, vain, thread)
+        args = self._presence, self._ranks, self._first_group, self._turnstile
+        apart = PresenceApart(*args)
+        calls = self._turnstile.calls
+        Watchdog(calls, self.timeout, apart.abort, apart.in_vain, thread)
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
         return self._turnstile.at_end(batches)
 
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Tell others where this worker leaves the context by an exception."""
-        self._trainings += 1
-        self._left = {}
-        key = f"tf_dgc/left/{self._trainings}/{self.rank}"
-        try:
-            yield
-        except Exception as error:
-            with contextlib.suppress(tf.errors.OpError):
-                told = _host.tracebacks.told(error)[:_TOLD_CHARACTERS]
-                _host.tensorflow.publish(key, told)
-            raise
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that tells others where it is left by an exception."""
+        return self._presence.training()
 
     def all_leave(self) -> bool:
-        """Tell whether all workers leave where this one does.
-
-        Who goes on waits in the next call, and says so when it has waited a while, see
-        `_in_vain`; who leaves, too, has made as many calls.
-        """
-        calls = int(self._turnstile.calls.numpy())
-        peers = set(range(self.size)) - {self.rank}
-        deadline = time.monotonic() + self.timeout
-        with contextlib.suppress(tf.errors.OpError):  # an outer run asks once more
-            _host.tensorflow.publish(f"tf_dgc/leaves/{calls}/{self.rank}")
-        while peers and time.monotonic() < deadline:
-            for peer in sorted(peers):
-                if _is_published(f"tf_dgc/waits/{calls + 1}/{peer}"):
-                    return False
-                if _is_published(f"tf_dgc/leaves/{calls}/{peer}"):
-                    peers.discard(peer)
-            if peers & set(rendezvous.unreachable(self.addresses, self.rank)):
-                return False
-            time.sleep(_LOOK_SECONDS / 4)
-        return not peers
+        """Tell whether all workers leave where this one does."""
+        return self._presence.all_leave()
 
     def _leave(self) -> None:
-        """Stay for those who still fetch something or do not end; if this failed, tell.
-
-        TensorFlow takes workers that leave before others for crashed, and says so.
-        """
-        if (error := ending.failure()) is not None:
-            self._tell(error)
-            return
-        deadline = time.monotonic() + self.timeout
-        with contextlib.suppress(tf.errors.OpError):
-            _host.tensorflow.publish(f"tf_dgc/done/{self.rank}")
-            # Rank 0 has the service, and leaves after those who look into it.
-            what, first = ("done", 0) if self.rank else ("seen", 1)
-            for peer in range(first, self.size):
-                self._wait_for(f"tf_dgc/{what}/{peer}", peer, deadline)
-            _host.tensorflow.publish(f"tf_dgc/seen/{self.rank}")
-
-    def _wait_for(self, key: str, peer: int, deadline: float) -> None:
-        """Wait until another worker has published a key, while that is there."""
-        while (seconds := deadline - time.monotonic()) > 0:
-            try:
-                _host.tensorflow.wait_for_key(key, min(seconds, _LOOK_SECONDS))
-                return
-            except tf.errors.DeadlineExceededError:
-                if peer in rendezvous.unreachable(self.addresses, self.rank):
-                    return
-
-    def _tell(self, error: BaseException) -> None:
-        """Tell the user who is missing, and the others what this worker died of."""
-        if isinstance(error, _LOST) and (missing := self._missing(str(error))):
-            _logger.error("Worker %d ends.%s", self.rank, missing)
-        time.sleep(_TELL_SECONDS)
-        text = _host.tracebacks.told(error)[:_TOLD_CHARACTERS]
-        with contextlib.suppress(tf.errors.OpError):
-            _host.tensorflow.report_failure(f"Worker {self.rank} failed: {text}")
-
-    def _missing(self, error: str = "") -> str:
-        """Say which other workers do not answer now, or did not by an error's text."""
-        gone = set(rendezvous.unreachable(self.addresses, self.rank))
-        for tasks in _SILENT.findall(error):
-            gone |= {int(task) for task in re.findall(r"/task:(\d+)", tasks)}
-        if self.rank and "CoordinationService/" in error:
-            gone.add(0)  # which has that service; TensorFlow does not say so
-        each = [f"{self._ranks[i]} ({self.addresses[i]})" for i in sorted(gone)]
-        return f" No longer reachable: worker {', '.join(each)}." if gone else ""
-
-    def _abort(self) -> None:
-        self._places.setdefault(self.rank, self._turnstile.where)
-        text = complaint(self.rank, self.timeout, self._places)
-        _host.tensorflow.abort_collectives(text + self._missing())
-
-    def _in_vain(self, calls: int) -> bool:
-        """Tell the others where this worker waits, and whether one waits elsewhere.
-
-        What all do is the same, so that those who wait have made as many calls. Where
-        one is in a graph its names are not known here, and all wait out the time.
-        """
-        key = f"tf_dgc/waits/{calls}"
-        own = self._turnstile.where
-        if int(self._turnstile.calls.numpy()) != calls:
-            return False  # it went on meanwhile
-        if own != self._places.get(self.rank) or self._waits != calls:
-            self._places, self._waits = {self.rank: own}, calls
-            with contextlib.suppress(tf.errors.OpError):
-                _host.tensorflow.publish(f"{key}/{self.rank}", own)
-        for peer in set(range(self.size)) - self._places.keys():
-            with contextlib.suppress(tf.errors.OpError):
-                self._places[peer] = _host.tensorflow.wait_for_key(
-                    f"{key}/{peer}", 0.001
-                )
-        self._places |= dict.fromkeys(self._done(), DONE)
-        self._places |= self._gone_from_training()
-        places = {*self._places.values()}
-        elsewhere = DONE in places or len(places - {STEP}) > 1
-        elsewhere |= any(each.startswith(LEFT) for each in places)
-        # Whose data have ended waits eagerly for all, none of whom is in a step then.
-        elsewhere |= STEP in places and any(e.startswith(END) for e in places)
-        return elsewhere and int(self._turnstile.calls.numpy()) == calls
-
-    def _abort_apart(self) -> None:
-        """Abort a collective beside the program's; name those who are not in it."""
-        absent = []
-        for peer in set(range(self.size)) - {self.rank}:
-            try:
-                _host.tensorflow.wait_for_key(self._wait_of(peer), 0.001)
-            except tf.errors.OpError:
-                absent.append(f"{self._ranks[peer]} ({self.addresses[peer]})")
-        own = self._ranks[self.rank]
-        text = complaint(own, self.timeout, {own: self._turnstile.where})
-        if absent:
-            text += f" Not in it: worker {', '.join(absent)}."
-        _host.tensorflow.abort_collectives(text + self._missing())
-
-    def _wait_of(self, rank: int) -> str:
-        """Return the key that a worker sets where it waits in this collective."""
-        return f"tf_dgc/apart/{self._first_group}/{self._waits}/{rank}"
-
-    def _apart_in_vain(self, calls: int) -> bool:
-        """Tell the others that this worker waits there, and whether one is done."""
-        self._waits = calls
-        with contextlib.suppress(tf.errors.OpError):
-            _host.tensorflow.publish(self._wait_of(self.rank))
-        return bool(self._done())
-
-    def _gone_from_training(self) -> dict[int, str]:
-        """Return why workers left this training by an exception a while ago."""
-        for peer in set(range(self.size)) - {self.rank} - self._left.keys():
-            key = f"tf_dgc/left/{self._trainings}/{peer}"
-            with contextlib.suppress(tf.errors.OpError):
-                told = _host.tensorflow.wait_for_key(key, 0.001)
-                self._left[peer] = told, time.monotonic()
-        late = time.monotonic() - _LEAVE_SECONDS
-        left = [(p, told) for p, (told, since) in self._left.items() if since < late]
-        return {peer: f"{LEFT} {told}" for peer, told in left}
-
-    def _done(self) -> list[int]:
-        """Return the workers that have been done for longer than a message takes."""
-        for peer in set(range(self.size)) - {self.rank} - self._done_since.keys():
-            if _is_published(f"tf_dgc/done/{self._ranks[peer]}"):
-                self._done_since[peer] = time.monotonic()
-        late = time.monotonic() - _LEAVE_SECONDS
-        return [peer for peer, since in self._done_since.items() if since < late]
+        self._presence.leave()
 
     def _reduce(self, vector: tf.Tensor, name: str) -> tf.Tensor:
         with self._turnstile.entered(vector, name) as leave:
@@ -442,11 +279,3 @@ class Bystander(LocalTransport):
     def _passed(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         with self._turnstile.entered(tensor, name) as leave:
             return leave(tensor)
-
-
-def _is_published(key: str) -> bool:
-    try:
-        _host.tensorflow.wait_for_key(key, 0.001)
-    except tf.errors.OpError:
-        return False
-    return True
