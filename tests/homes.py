@@ -32,7 +32,8 @@ TESTED_IN: dict[str, str] = {
     "laws/test_ratios": "exchanges.formats",
     "laws/test_sites": "exchanges.at_site",
     "laws/test_simulate": "strategies.one_by_one",
-    "laws/test_transports": "transports.base transports.grid transports.local",
+    "laws/test_transports": """transports.base transports.gathering transports.grid
+        transports.local""",
     "unit/test_averaging_strategy": """strategies.averaging_inner
         strategies.combining strategies.outer""",
     "unit/test_auto": """prediction.calibration prediction.choices prediction.costs
@@ -54,6 +55,7 @@ TESTED_IN: dict[str, str] = {
         exchanges.modes exchanges.progress exchanges.rounds""",
     "unit/test_patches": "_host.applying",
     "unit/test_pushed": "exchanges.selecting",
+    "unit/test_ledger": "exchanges.opened",
     "unit/test_records": "strategies.core strategies.states",
     "unit/test_reports": "transports.waiting",
     "unit/test_rendezvous": "transports.presence",

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tf_dgc
 from tf_dgc.compression import arena
-from tf_dgc.exchanges.ledger import Subset
+from tf_dgc.exchanges.opened import Subset
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import serving

@@ -326,8 +326,6 @@ LARGE = {
     "Stamped": 380,
     "BackupState": 360,
     "OwnerSum": 290,
-    "Ledger": 290,
-    "Transport": 280,
     "Averaged": 250,
     "Compressed": 250,
     "Flights": 220,

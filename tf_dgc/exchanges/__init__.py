@@ -10,7 +10,8 @@ from tf_dgc.exchanges.averaged import Averaged, Averaging, Expected
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
-from tf_dgc.exchanges.ledger import Ledger, Make
+from tf_dgc.exchanges.ledger import Ledger
+from tf_dgc.exchanges.opened import Make
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.rounds import Companions
 from tf_dgc.transports.base import Transport

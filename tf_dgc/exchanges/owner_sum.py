@@ -33,7 +33,7 @@ from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.transports import base, sums
+from tf_dgc.transports import gathering, sums
 from tf_dgc.transports.sums import Cost, Exchanged, Kept, Sparse, Wire
 
 ROOM = 1.25  # of what goes to an owner on average
@@ -207,7 +207,7 @@ class OwnerSum(sums.SparseSum):
             shape [*axis], int64.
         """
         wire, workers = self.wire, self.wire.transport.size
-        bits, restore = base.unmoved(messages)
+        bits, restore = gathering.unmoved(messages)
         rows = restore(tf.reshape(bits, [-1, form.parts.words]))
         owner = np.repeat(wire.workers.ranks, workers)[:, np.newaxis].astype(np.int64)
         place = functools.partial(
@@ -272,7 +272,7 @@ class OwnerSum(sums.SparseSum):
                 received, or they are not of this step; on all workers alike.
         """
         workers, size = self.wire.transport.size, self.wire.layout.size
-        bits, restore = base.unmoved(gathered)
+        bits, restore = gathering.unmoved(gathered)
         verdict = tf.cast(restore(bits[:, -1]), tf.int64)
         owner = np.arange(workers)[:, np.newaxis]
         place = functools.partial(

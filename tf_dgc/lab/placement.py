@@ -35,7 +35,7 @@ from tf_dgc.strategies import (
     DGCStrategy,
     ParameterAveragingStrategy,
 )
-from tf_dgc.transports import base
+from tf_dgc.transports import base, gathering
 from tf_dgc.transports.mesh import HierarchicalTransport
 
 GPU = "/device:GPU:0"
@@ -81,7 +81,7 @@ class Wire(base.Transport):
         if tf.executing_eagerly():
             return tf.stack([tensor] * self.size)
         with tf.device(self.device):
-            bits, restore = base.unmoved(tensor)
+            bits, restore = gathering.unmoved(tensor)
             gathered = tf.raw_ops.CollectiveGatherV2(
                 input=tf.reshape(bits, [-1]), **self._keys()
             )
@@ -101,7 +101,7 @@ class Wire(base.Transport):
         if tf.executing_eagerly():
             return tf.identity(tensor)
         with tf.device(self.device):
-            bits, restore = base.unmoved(tensor)
+            bits, restore = gathering.unmoved(tensor)
             rows = tf.reshape(bits, [self.size, -1])
             received = tf.raw_ops.CollectiveAllToAllV2(input=rows, **self._keys())
             result = restore(tf.reshape(received, tf.shape(tensor)))

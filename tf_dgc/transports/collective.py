@@ -16,7 +16,7 @@ from typing import Any, Self
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import base, ending, rendezvous
+from tf_dgc.transports import base, ending, gathering, rendezvous
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.presence import Presence, PresenceApart
 from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
@@ -133,7 +133,7 @@ class CollectiveTransport(base.Transport):
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Gather a tensor from each worker."""
         with tf.device(self.device):
-            bits, restore = base.unmoved(tensor)
+            bits, restore = gathering.unmoved(tensor)
             flat = tf.reshape(bits, [-1])
             if maybe_empty := not tensor.shape.num_elements():
                 # TensorFlow 2.21 dies in CollectiveGatherV2 of nothing.
@@ -156,7 +156,7 @@ class CollectiveTransport(base.Transport):
     def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send each worker a row of a tensor, and get one from each."""
         with tf.device(self.device):
-            bits, restore = base.unmoved(tensor)
+            bits, restore = gathering.unmoved(tensor)
             rows = tf.reshape(bits, [self.size, tf.size(tensor) // self.size])
             if maybe_empty := not tensor.shape.num_elements():
                 rows = tf.pad(rows, [[0, 0], [0, 1]])

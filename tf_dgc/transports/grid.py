@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.transports import base
+from tf_dgc.transports import base, gathering
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -116,7 +116,7 @@ class Grid(base.Transport):
 
 def _reshaped(tensor: tf.Tensor, first: list[int], replaced: int) -> tf.Tensor:
     """Return a tensor with other first axes, in the place of some; S may be unknown."""
-    bits, restore = base.unmoved(tensor)
+    bits, restore = gathering.unmoved(tensor)
     shape = tf.concat([first, tf.shape(bits)[replaced:]], axis=0)
     found = restore(tf.reshape(bits, shape))
     return tf.ensure_shape(found, [*first, *tensor.shape[replaced:]])

@@ -11,7 +11,7 @@ from typing import Any, Self
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import base
+from tf_dgc.transports import base, gathering
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.schedulers import SRUN_SIZE
 from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
@@ -248,7 +248,7 @@ class HorovodTransport(base.Transport):
         options = {"name": unique, "ignore_name_scope": True, **self._among}
         operation = functools.partial(hvd.allgather, **options)
         with tf.device(self._wire):
-            bits, restore = base.unmoved(tensor)
+            bits, restore = gathering.unmoved(tensor)
             with self._turnstile.at(name):
                 flat = tf.reshape(bits, [-1])
                 gathered = self._call(unique, operation, flat)
@@ -265,7 +265,7 @@ class HorovodTransport(base.Transport):
         options = {"name": unique, "ignore_name_scope": True, **self._among}
         operation = functools.partial(hvd.alltoall, **options)
         with tf.device(self._wire):
-            bits, restore = base.unmoved(tensor)
+            bits, restore = gathering.unmoved(tensor)
             with self._turnstile.at(name):
                 flat = tf.reshape(bits, [-1])
                 received = self._call(unique, operation, flat)
