@@ -27,7 +27,7 @@ TESTED_IN: dict[str, str] = {
     "lab/test_run_trials": "launcher.apart",
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
         exchanges.dense""",
-    "laws/test_flights": "exchanges.channel",
+    "laws/test_flights": "exchanges.channel exchanges.flight_state",
     "laws/test_owners": "compression.regions exchanges.owner_sum transports.sums",
     "laws/test_ratios": "exchanges.formats",
     "laws/test_sites": "exchanges.at_site",
@@ -52,7 +52,7 @@ TESTED_IN: dict[str, str] = {
         strategies.current strategies.early strategies.uses""",
     "unit/test_package": "_host.probe version",
     "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
-        exchanges.modes exchanges.progress exchanges.rounds""",
+        exchanges.modes exchanges.progress exchanges.rounds exchanges.settled""",
     "unit/test_patches": "_host.applying",
     "unit/test_pushed": "exchanges.selecting",
     "unit/test_ledger": "exchanges.opened",

@@ -5,7 +5,6 @@ Axes: N workers, or sites, whose workers take their steps together.
 
 import math
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,9 @@ from tf_dgc.exchanges.progress import PeriodProgress
 from tf_dgc.exchanges.replicas import Replicas
 from tf_dgc.exchanges.residual import OWNED
 from tf_dgc.exchanges.rounds import Companions, Rounds, RoundsAtOnce, Training
+from tf_dgc.exchanges.settled import SettledMark
 from tf_dgc.transports import handshake, sums
+from tf_dgc.transports.base import Transport
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
 
@@ -43,13 +44,6 @@ class Expected(NamedTuple):
     overlap: int = 0  # local steps from the departure of a round to its landing
 
 
-class Mark(NamedTuple):
-    """Mark that tells whether something has changed."""
-
-    steps: int
-    statistics: int  # checksum
-
-
 class Averaged(Exchange):
     """Local steps, and rounds in which the workers agree on parameters.
 
@@ -59,9 +53,11 @@ class Averaged(Exchange):
         progress: of this worker within its period.
         rounds: in which workers agree.
         averaged: what is averaged beside the parameters.
+        settled: when all last met.
     """
 
     lockstep = False
+    _anchor: Anchor
 
     def __init__(
         self,
@@ -85,66 +81,34 @@ class Averaged(Exchange):
         super().__init__(place)
         self._config, self._companions = config, expected.companions
         self._together = Dense(place._replace(transport=place.transport.everybody))
-        earlier = [each._site for each in place.siblings]
-        self._site = AtSite(place, config, taken_over, earlier)
+        sites = [each._site for each in place.siblings]
+        self._site = AtSite(place, config, taken_over, sites)
         if channel is not None:
             channel.wait()  # it is to be free for what opening takes
             place = place._replace(transport=channel.transport)
         self._inner = _inner(place, config, expected.combining)
-        self._anchor = self._anchor_of(place, expected)
+        earlier = _earlier(place)
+        # None for plain averages that are held at once.
+        wanted = expected.outer or config.compression or config.overlap
+        anchored = self.variables if wanted else [], expected.outer
+        anchors = [each._anchor for each in earlier]
+        self._anchor = Anchor(*anchored, self.transport.device, anchors)
         self.progress = PeriodProgress(config, loss, bool(self._site))
-        with tf.init_scope():
-            for each in self._earlier(place):  # synchronous steps are over, or go on
-                taken = tf.maximum(self._taken, each._taken)
-                self._taken.assign(taken)
+        self.progress.follow([each.progress for each in earlier])
         replicas = self.replicas
         if channel is not None:
             everybody_aside, name = place.transport.everybody, f"{self.name}.anchor"
             replicas = Replicas(everybody_aside, place.interval, name)
-        training = Training(
-            place,
-            expected.companions,
-            self.progress,
-            self._anchor,
-            self._inner,
-            self.counters,
-            replicas,
-        )
+        own = self.progress, self._anchor, self._inner, self.counters, replicas
+        training = Training(place, expected.companions, *own)
         self.averaged = training.averaged
         self.rounds: Rounds = RoundsAtOnce(training)
         if channel is not None:
             siblings = [each.rounds for each in place.siblings]
             self.rounds = Flights(training, expected.overlap, channel, siblings)
-        forms = {
-            f"{_AVERAGED} {i}": form
-            for i, form in enumerate(values.forms(self.averaged))
-        }
-        handshake.agree(self.transport, "averaged variables", forms)
-        # When all last met, or when it was restored.
-        self._settled = Mark(0, -1)  # of statistics that are none: they may have moved
-        self._resumed = self._within = False  # in the midst of a period
-        self._first = True  # no gradients yet
-
-    def _earlier(self, place: Place) -> list["Averaged"]:
-        """Return exchanges of the owner that have some variable of this one."""
-        own = {id(variable) for variable in self.variables}
-        return [
-            each
-            for each in place.siblings
-            if not own.isdisjoint(map(id, each.variables))
-        ]
-
-    def _anchor_of(self, place: Place, expected: Expected) -> Anchor:
-        """Return what to step from: none for plain averages that are held at once."""
-        config = self._config
-        wanted = expected.outer or config.compression or config.overlap
-        anchored = self.variables if wanted else []
-        earlier = [each._anchor for each in self._earlier(place)]
-        return Anchor(anchored, expected.outer, self.transport.device, earlier)
-
-    @property
-    def _taken(self) -> tf.Variable:
-        return self.progress.taken
+        _agree(self.transport, self.averaged)
+        taken, statistics = self.progress.taken, expected.companions.statistics
+        self.settled = SettledMark(taken, statistics)
 
     @property
     def density(self) -> float | None:
@@ -162,10 +126,7 @@ class Averaged(Exchange):
         part: Part | None = None,
     ) -> Update:
         """Return the gradients of a local step, or their sum where it is of several."""
-        late = self._first and self._resumed and self._within
-        self._first = False
-        if late and tf.executing_eagerly():
-            _refuse_late_weights()
+        self.settled.refuse_late()
         self._anchor.drop_first()
         if part is not None:
             self.progress.note(part)
@@ -186,7 +147,7 @@ class Averaged(Exchange):
             return found.gradients, found.traffic, weight
 
         with tf.device("CPU:0"):
-            early = self._taken < first
+            early = self.progress.taken < first
         gradients, traffic, moving = tf.cond(early, together, own) if first else own()
         self.progress.moves(weight > 0, early, moving)
         applies = None if part is None else early | (moving > 0)
@@ -203,38 +164,23 @@ class Averaged(Exchange):
 
     # Where workers meet outside of steps.
 
-    @property
-    def waits(self) -> bool:
-        """Tell whether it was restored within a period, and not trained since."""
-        return self._resumed and self._settled.steps == int(self._taken)
-
-    def changed(self) -> bool:
-        """Tell, eagerly, whether anything has moved since all last met."""
-        return self._settled != self._mark()
-
     def settle(self) -> bool:
         """Hold last rounds, eagerly, of what was trained since the last one.
 
         Returns:
             Whether parameters were averaged.
         """
-        if self._settled.statistics != self._mark().statistics:
+        if self.settled.statistics_changed():
             # By forward passes that took no step, too.
             unsettled = self.progress.unsettled
             unsettled.assign(tf.maximum(unsettled, 1))
         averaged = self.rounds.settle()
-        self._settled, self._resumed = self._mark(), False
+        self.settled.set()
         return averaged
 
     def begin_period(self) -> None:
         """Begin at the present parameters: they may have been loaded."""
         self._anchor.drop()
-
-    def _mark(self) -> Mark:
-        crc = 0
-        for variable in self._companions.statistics:
-            crc = zlib.crc32(variable.numpy().tobytes(), crc)
-        return Mark(int(self._taken), crc)
 
     # State.
 
@@ -244,11 +190,9 @@ class Averaged(Exchange):
         anchors = {f"anchor {i}": v for i, v in enumerate(self._anchor.values)}
         found = {**self._inner.state, **self.progress.state, **anchors}
         found |= {**self.rounds.state, **self._site.state}
-        for name, variables in (
-            (_PARAMETER, self.variables),
-            (_AVERAGED, self.averaged),
-            ("own", self._companions.own),
-        ):
+        named = {_PARAMETER: self.variables, _AVERAGED: self.averaged}
+        named["own"] = self._companions.own
+        for name, variables in named.items():
             found |= {f"{name} {i}": v for i, v in enumerate(variables)}
         return found
 
@@ -268,19 +212,17 @@ class Averaged(Exchange):
         # At the end of a period these are the model's own weights, which are its
         # user's to load.
         within = bool(arrays["position"]) or arrays.get("flight age", -1) >= 0
-        agreed = {
-            _PARAMETER: not within,
-            _AVERAGED: not (within or arrays["unsettled"]),
-        }
+        agreed = {_PARAMETER: not within}
+        agreed[_AVERAGED] = not (within or arrays["unsettled"])
         left = {k: v for k, v in arrays.items() if not agreed.get(k.split()[0])}
         inner = {OWNED, *self._inner.state}
         self._site.load({k: left.pop(k) for k in list(left) if is_of_site(k)})
         self._inner.load({k: v for k, v in left.items() if k in inner}, steps)
         super().load({k: v for k, v in left.items() if k not in inner}, steps)
         self.progress.loaded()
-        self._anchor.loaded(self._taken)
+        self._anchor.loaded(self.progress.taken)
         self.rounds.loaded()
-        self._resumed, self._within, self._settled = True, within, self._mark()
+        self.settled.set(resumed=True, within=within)
 
     def flush(self, variables: Sequence[Any], apply: Apply) -> None:
         """Step, eagerly, along what compression keeps back; then clear it."""
@@ -302,13 +244,19 @@ class Averaged(Exchange):
         return self.progress.stats()
 
 
-def _refuse_late_weights() -> None:
-    """Refuse what was restored when the step had its gradients already."""
-    raise ValueError(
-        "What was saved in the midst of a period must be restored before a "
-        "step computes its gradient. Received: `restore_state` before the "
-        "first step of a model with run_eagerly=True. Train a step before it."
-    )
+def _agree(transport: Transport, averaged: Sequence[Any]) -> None:
+    """Raise ValueError where workers average variables of other forms."""
+    forms = enumerate(values.forms(averaged))
+    told = {f"{_AVERAGED} {i}": form for i, form in forms}
+    handshake.agree(transport, "averaged variables", told)
+
+
+def _earlier(place: Place) -> list[Averaged]:
+    """Return exchanges of the owner that have some variable of a place."""
+    own = {id(variable) for variable in place.variables}
+    return [
+        each for each in place.siblings if not own.isdisjoint(map(id, each.variables))
+    ]
 
 
 def _inner(place: Place, config: AveragingConfig, combining: Combining) -> Exchange:
@@ -337,11 +285,11 @@ def settle(ledger: Ledger, resumed: bool = False) -> list[Any]:
     """
     newest: Any = ledger.newest
     others: list[Any] = [each for each in ledger.exchanges() if each is not newest]
-    if any(each.changed() for each in others):
+    if any(each.settled.changed() for each in others):
         others = [each for each in ledger.left() if each is not newest]
     found = others if newest is None else [*others, newest]
-    waiting = [] if resumed else [each for each in found if each.waits]
-    changed = [each for each in found if each.changed()]
+    waiting = [] if resumed else [each for each in found if each.settled.waits]
+    changed = [each for each in found if each.settled.changed()]
     if not changed and newest is not None:
         changed = [newest]  # where others may have trained
     averaged = [

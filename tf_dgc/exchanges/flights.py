@@ -22,12 +22,9 @@ from tf_dgc import averaging, values
 from tf_dgc.exchanges import rounds
 from tf_dgc.exchanges.channel import Arrival, Channel
 from tf_dgc.exchanges.figures import counted
-from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.flight_state import NONE, FlightState
 from tf_dgc.exchanges.rounds import Rounds, Training
 from tf_dgc.transports import sums
-
-_NONE = -1  # no round is in flight
-_QUIET = averaging.Header(*[0.0] * len(averaging.Header._fields))
 
 
 class Flights(Rounds):
@@ -35,6 +32,8 @@ class Flights(Rounds):
 
     Parameters alone are in them; statistics are averaged where workers meet.
     """
+
+    _state: FlightState
 
     def __init__(
         self,
@@ -53,29 +52,7 @@ class Flights(Rounds):
         """
         self._training, self._overlap, self._channel = training, overlap, channel
         self._arrival = Arrival()
-        place = training.place
-        with tf.init_scope(), tf.device("CPU:0"):
-            unknown = tf.constant(np.nan, tf.float64)
-            none = tf.constant(_NONE, tf.int64)
-            self._age = own_variable(none, "averaging_age")  # steps since departure
-            # Number of the exchange of this owner that has a round in flight.
-            flying = own_variable(none, "averaging_flying")
-            self._flying: tf.Variable = siblings[0]._flying if siblings else flying
-            own = averaging.write(_quiet())
-            self._told = own_variable(own, "averaging_told")
-            headers = tf.tile(own[tf.newaxis], [place.transport.size, 1])
-            self._headers = own_variable(headers, "averaging_headers")
-            # 1 where somebody had moved: a round without is no step.
-            self._applies = own_variable(tf.zeros([], tf.int64), "averaging_applies")
-            self._loss = own_variable(unknown, "averaging_flight_loss")
-            self._traffic = own_variable(sums.no_traffic(), "averaging_traffic")
-        with tf.init_scope(), tf.device(place.transport.device):
-            departed, changes = [], []
-            for v in training.variables:
-                zeros = tf.zeros(v.shape, v.dtype)
-                departed.append(own_variable(zeros, "averaging_departed"))
-                changes.append(own_variable(values.widened(zeros), "averaging_change"))
-        self._departed, self._changes = departed, changes
+        self._state = FlightState(training, siblings[0]._state if siblings else None)
         self._fly_compiled = tf.function(self._fly, autograph=False)
 
     # Steps.
@@ -83,8 +60,8 @@ class Flights(Rounds):
     def after_step(self, local: tf.Tensor) -> None:
         """Let the round in flight land, and one depart, where it is time."""
         with tf.device("CPU:0"):
-            flies = self._age >= 0
-            age = self._age.assign_add(tf.cast(flies, tf.int64))
+            flies = self._state.age >= 0
+            age = self._state.age.assign_add(tf.cast(flies, tf.int64))
             lands = flies & (age >= self._overlap)
         tf.cond(lands, self._land, lambda: None)
         due = self._training.progress.is_due(local)
@@ -93,12 +70,12 @@ class Flights(Rounds):
     def settle(self) -> bool:
         """Land; then hold last rounds, eagerly, at once; see the base class."""
         averaged = together = False
-        if int(self._age) >= 0:
+        if int(self._state.age) >= 0:
             averaged |= self._landed()
         while not together:
             self._depart(done=True)
             averaged |= self._landed()
-            headers = averaging.read(self._headers.read_value())
+            headers = averaging.read(self._state.headers.read_value())
             together = bool(tf.reduce_all(headers.done > 0))
         if tf.reduce_any(headers.unsettled > 0):
             self._settle_statistics(headers)
@@ -106,7 +83,7 @@ class Flights(Rounds):
 
     def _landed(self) -> bool:
         self._land()
-        return bool(self._applies > 0)
+        return bool(self._state.applies > 0)
 
     def _settle_statistics(self, headers: averaging.Header) -> None:
         own = self._training
@@ -121,11 +98,11 @@ class Flights(Rounds):
         own = self._training
         with tf.control_dependencies([self._refuse_another()]):
             told = own.header(done)
-        put = [self._told.assign(told, read_value=False)]
-        for departed, variable in zip(self._departed, own.variables, strict=True):
+        put = [self._state.told.assign(told, read_value=False)]
+        for departed, variable in zip(self._state.departed, own.variables, strict=True):
             put.append(departed.assign(variable, read_value=False))
-        self._age.assign(0)
-        self._flying.assign(own.place.number)
+        self._state.age.assign(0)
+        self._state.flying.assign(own.place.number)
         own.progress.begin()
         if tf.executing_eagerly():
             self._arrival.expect(self._channel, self._fly)
@@ -137,8 +114,8 @@ class Flights(Rounds):
         """Raise InvalidArgumentError where the owner has another round in flight."""
         number = self._training.place.number
         with tf.device("CPU:0"):
-            flying = self._flying.read_value()
-            free = (flying == _NONE) | (flying == number)
+            flying = self._state.flying.read_value()
+            free = (flying == NONE) | (flying == number)
         text = (
             "An optimizer trains other variables while a round of some is in flight. "
             "Set overlap=None where it trains now these, now those within an epoch"
@@ -154,7 +131,7 @@ class Flights(Rounds):
     def _fly(self) -> None:
         """Exchange headers, and changes where all can go on together."""
         own = self._training
-        transport, told = own.place.transport, self._told.read_value()
+        transport, told = own.place.transport, self._state.told.read_value()
         gathered = transport.all_gather(told, f"{own.place.name}.round")
         headers = averaging.read(gathered)
         header = averaging.Header(*tf.unstack(told))
@@ -164,22 +141,23 @@ class Flights(Rounds):
         traffic = tf.cond(
             moved, lambda: self._exchange(header, headers), sums.no_traffic
         )
-        self._headers.assign(gathered)
+        self._state.headers.assign(gathered)
         loss = averaging.mean_loss(headers)
-        self._loss.assign(tf.where(moved, loss, tf.constant(np.nan, tf.float64)))
-        self._applies.assign(tf.cast(moved, tf.int64))
-        self._traffic.assign(traffic + rounds.header_traffic(transport))
+        none = tf.constant(np.nan, tf.float64)
+        self._state.loss.assign(tf.where(moved, loss, none))
+        self._state.applies.assign(tf.cast(moved, tf.int64))
+        self._state.traffic.assign(traffic + rounds.header_traffic(transport))
 
     def _exchange(
         self, header: averaging.Header, headers: averaging.Header
     ) -> tf.Tensor:
         own = self._training
         own.replicas.compare(own.anchor.values, tf.reduce_max(headers.moved))
-        changes = own.anchor.changes([v.read_value() for v in self._departed])
+        changes = own.anchor.changes([v.read_value() for v in self._state.departed])
         divisor = averaging.divisor(headers, header.rows)
         shares = averaging.shares(changes, header.moved, divisor)
         update = own.inner.gradients(shares, None)
-        for change, found in zip(self._changes, update.gradients, strict=True):
+        for change, found in zip(self._state.changes, update.gradients, strict=True):
             change.assign(found)
         return update.traffic
 
@@ -190,23 +168,24 @@ class Flights(Rounds):
         own, progress = self._training, self._training.progress
         came = self._arrival.take()
         with tf.control_dependencies([] if came is None else [came]):
-            headers = averaging.read(self._headers.read_value())
+            headers = averaging.read(self._state.headers.read_value())
             headers = own.checked(headers)
         with tf.control_dependencies([headers.moved]):
-            applies, loss = self._applies.read_value() > 0, self._loss.read_value()
-            traffic = self._traffic.read_value()
-            changes = [change.read_value() for change in self._changes]
+            applies = self._state.applies.read_value() > 0
+            loss = self._state.loss.read_value()
+            traffic = self._state.traffic.read_value()
+            changes = [change.read_value() for change in self._state.changes]
         progress.hear(headers)
         own.counters.add(counted(traffic))
         tf.cond(applies, lambda: self._go_on(changes), lambda: None)
         progress.adapt(lambda: loss)
         progress.rounds.assign_add(tf.cast(applies, tf.int64))
-        self._age.assign(_NONE)
-        self._flying.assign(_NONE)
+        self._state.age.assign(NONE)
+        self._state.flying.assign(NONE)
 
     def _go_on(self, changes: list[Any]) -> None:
         own = self._training
-        departed = [v.read_value() for v in self._departed]
+        departed = [v.read_value() for v in self._state.departed]
         before = [v.read_value() for v in own.variables]
         own.anchor.step(changes)
         own.anchor.drop()
@@ -224,34 +203,14 @@ class Flights(Rounds):
         """A round in flight, as it lands: it is waited for, eagerly."""
         if tf.executing_eagerly():
             self._arrival.wait()
-        found = {
-            "flight age": self._age,
-            "flight applies": self._applies,
-            "flight loss": self._loss,
-        }
-        for name, variables in (
-            ("flight departed", self._departed),
-            ("flight change", self._changes),
-        ):
-            found |= {f"{name} {i}": v for i, v in enumerate(variables)}
-        return found
+        return self._state.saved()
 
     def forget(self) -> None:
         """Let what is in flight go, eagerly: something else is loaded."""
         self._arrival.forget()
-        self._age.assign(_NONE)
+        self._state.age.assign(NONE)
 
     def loaded(self) -> None:
         """Let what was loaded land when it is time."""
-        own = averaging.write(_quiet())
-        self._headers.assign(tf.broadcast_to(own, self._headers.shape))
-        self._traffic.assign(sums.no_traffic())
-        flies = int(self._age) >= 0
-        self._flying.assign(self._training.place.number if flies else _NONE)
-        if flies:
+        if self._state.loaded(self._training.place.number):
             self._arrival.put()
-
-
-def _quiet() -> averaging.Header:
-    """Return a header of which nobody minds anything."""
-    return _QUIET._replace(loss=float("nan"), rate=float("nan"))

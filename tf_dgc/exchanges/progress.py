@@ -4,7 +4,7 @@ Axes: N workers.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -171,6 +171,12 @@ class PeriodProgress:
             self.rows.assign(0.0)
 
     # State.
+
+    def follow(self, earlier: Sequence["PeriodProgress"]) -> None:
+        """Begin where others of the owner are: synchronous steps are over, or go on."""
+        with tf.init_scope():
+            for each in earlier:
+                self.taken.assign(tf.maximum(self.taken, each.taken))
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
