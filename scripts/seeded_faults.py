@@ -155,16 +155,16 @@ FAULTS = (
     # Exchanges.
     Fault(
         "a flush leaves what it has applied",
-        "exchanges/compressed.py",
-        "self.residual.clear(sent)",
+        "exchanges/held_back.py",
+        "residual.clear(sent)",
         "del sent",
         "unit/records unit/ledger unit/strategy",
     ),
     Fault(
         "a step with NaN is sent and counted",
         "exchanges/compressed.py",
-        "traffic = tf.cond(ok, send, no_traffic)",
-        "traffic = tf.cond(ok | True, send, no_traffic)",
+        "tf.cond(ok, functools.partial(self._send, share), no_traffic)",
+        "tf.cond(ok | True, functools.partial(self._send, share), no_traffic)",
         "unit/ledger",
     ),
     Fault(

@@ -26,7 +26,7 @@ TESTED_IN: dict[str, str] = {
     "lab/test_run_servers": "launcher.door",
     "lab/test_run_trials": "launcher.apart",
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
-        exchanges.dense""",
+        exchanges.dense exchanges.held_back""",
     "laws/test_flights": "exchanges.channel exchanges.flight_state",
     "laws/test_owners": "compression.regions exchanges.owner_sum transports.sums",
     "laws/test_ratios": "exchanges.formats",

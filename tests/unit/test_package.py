@@ -326,7 +326,6 @@ LARGE = {
     "Stamped": 380,
     "BackupState": 360,
     "OwnerSum": 290,
-    "Compressed": 250,
     "HorovodTransport": 220,
     "Selecting": 210,
     "DGCConfig": 210,

@@ -5,7 +5,6 @@ Axes: P arena elements, N workers, W of them in this process: one, but in a simu
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +12,7 @@ import tensorflow as tf
 from tf_dgc import values
 from tf_dgc.compression import arena
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import applied, formats, fused, local_gradients, modes
+from tf_dgc.exchanges import formats, fused, local_gradients, modes
 from tf_dgc.exchanges.base import (
     Apply,
     Exchange,
@@ -22,6 +21,7 @@ from tf_dgc.exchanges.base import (
     Update,
 )
 from tf_dgc.exchanges.figures import TensorStats
+from tf_dgc.exchanges.held_back import HeldBack
 from tf_dgc.exchanges.modes import SUM, Combining, Contribution, Mode, OwnSteps
 from tf_dgc.exchanges.parts import Part, weighed_sum
 from tf_dgc.exchanges.residual import OWNED, Residual
@@ -74,8 +74,7 @@ class Compressed(Exchange):
         config = formats.refuse_without_all_to_all(config, self.transport)
         config = formats.within_budget(config, self.layout, self._small, place)
         self.config = formats.decided(config, self.layout, self.transport.size)
-        args = self.transport, self._workers, self.layout, self.config, self.name
-        wire = Wire(*args)
+        wire = Wire(self.transport, self._workers, self.layout, self.config, self.name)
         taken = modes.accumulated(self.config, taken_over, bool(self._large))
         earlier = [
             (o.residual, o.mode) for o in place.siblings if isinstance(o, Compressed)
@@ -91,7 +90,11 @@ class Compressed(Exchange):
         self._sums = formats.sums_of(wire, *by)
         if any(isinstance(each, fused.FusedSum) for each in self._sums):
             self._front = fused.Front(self.layout, *tensors, device)
-        self._agree(modes.describe(taken))
+        self._held = HeldBack(self.residual, self.mode, self._sums)
+        with tf.init_scope():  # begin alike with what is accumulated
+            everybody, form = self.transport.everybody, modes.describe(taken)
+            handshake.agree(everybody, "optimizers", {"accumulated": form})
+            self._held.agree_on_slots(everybody)
         formats.tell(wire, self.variables)
         fused.tell(self._sums, wire)
 
@@ -123,11 +126,9 @@ class Compressed(Exchange):
         ok = local_gradients.all_finite(told.nonfinite, config, step, names)
         factor = told.factor if factors is None else factors
         summed = told.gradients if front is None else front.small(told.gradients)
-        rest = summed, whole, taken_over
-        share = Contribution(gradient, scale, factor, *rest)
+        share = Contribution(gradient, scale, factor, summed, whole, taken_over)
 
-        send = functools.partial(self._send, share)
-        traffic = tf.cond(ok, send, no_traffic)
+        traffic = tf.cond(ok, functools.partial(self._send, share), no_traffic)
         found: list[Any] = [None] * len(local)
         flags = [self.mode.is_step and i in self._large for i in range(len(local))]
         if not self.mode.takes_small:
@@ -145,15 +146,12 @@ class Compressed(Exchange):
         whole: int,
         local: list[Any],
     ) -> local_gradients.Clipped:
-        parts = [local[i] for i in self._large], [local[i] for i in self._small]
         rate = [] if taken_over is None else [taken_over.learning_rate]
+        limit: Any = self.config.clip_norm, self.transport.size, whole
         if front is not None:
-            limit = self.config.clip_norm, self.transport.size
-            return front.clipped(local, rate, *limit, whole)
-        args = self.layout, local, *parts, rate
-        return local_gradients.clipped(
-            *args, self.config.clip_norm, self.transport.size, whole
-        )
+            return front.clipped(local, rate, *limit)
+        parts = [local[i] for i in self._large], [local[i] for i in self._small]
+        return local_gradients.clipped(self.layout, local, *parts, rate, *limit)
 
     def _send(self, share: Contribution) -> tf.Tensor:
         """Accumulate, sum at the present stage, keep the rest, apply the sum.
@@ -194,18 +192,12 @@ class Compressed(Exchange):
     @property
     def state(self) -> Mapping[str, tf.Variable]:
         """The residual, the velocity, and what optimizers keep of own steps."""
-        found = dict(self.residual.state)
-        if isinstance(self.mode, OwnSteps):
-            found |= self.mode.steps.state
-        return found
+        return self._held.state
 
     @property
     def owed(self) -> Mapping[str, tf.Tensor]:
         """Return the residual of the owners, as arenas."""
-        for each in self._sums:
-            if (whole := each.whole()) is not None:
-                return {OWNED: whole}
-        return {}
+        return self._held.owed
 
     @property
     def own_slots(self) -> Sequence[Any]:
@@ -222,60 +214,22 @@ class Compressed(Exchange):
         left = dict(arrays)
         owned = tf.cast(left.pop(OWNED, 0.0), tf.float32)
         super().load(left, steps)
-        owned = tf.broadcast_to(owned, self.residual.v.shape)
-        for each in self._sums:
-            owned = each.keep(owned)
-        self.residual.v.assign_add(owned)
+        self._held.take(owned)
         self.residual.loaded(steps)
-        self._agree_on_slots()
-
-    def _agree_on_slots(self) -> None:
-        """Make what the optimizer keeps alike, where a step of all comes next."""
-        if isinstance(self.mode, OwnSteps):
-            step = self.residual.step.read_value()
-            number = formats.number_at(step, self._sums, self.config)
-            if not any(self._sums[int(number or 0)].slots):
-                self.mode.steps.agree(self.transport.everybody)
+        self._held.agree_on_slots(self.transport.everybody)
 
     def flush(self, variables: Sequence[Any], apply: Apply) -> None:
         """Apply, eagerly, what all workers keep back of variables; clear it."""
-        wanted = self.residual.owned_among(variables)
-        if not any(wanted):
-            return
-        kept = self.residual.read()
-        for owned in self.owed.values():
-            kept += owned
-        (summed,) = self.transport.all_reduce([kept], f"{self.name}.flush")
-        gradients = list(compress(arena.unflatten(self.layout, summed), wanted))
-        found = list(compress(self.residual.arenas.tensors, wanted))
-        if self.mode.takes_small:
-            applied.subtract_all(found, gradients)
-            gradients = [None] * len(found)
-        apply(Update(gradients, [self.mode.is_step] * len(found)), found)
-        sent = arena.mask(self.layout, wanted)
-        self.residual.clear(sent)
-        for each in self._sums:
-            if (owned := each.whole()) is not None:
-                each.keep(tf.where(sent, tf.zeros_like(owned), owned))
+        self._held.flush(variables, apply, self.transport, f"{self.name}.flush")
 
     def kept(self) -> list[tf.Tensor]:
         """Return the residual; of several workers, one of the mean square."""
-        found = [self.residual.v, *(each.kept() for each in self._sums)]
         mean = len(self._workers.ranks) ** 0.5
-        return [part / mean for part in found if part is not None]
+        return [part / mean for part in self._held.kept()]
 
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
         return self.residual.coverage.stats(reset)
-
-    # What is refused.
-
-    def _agree(self, form: str) -> None:
-        """Compare what is accumulated over the workers; begin alike with it."""
-        with tf.init_scope():
-            everybody = self.transport.everybody
-            handshake.agree(everybody, "optimizers", {"accumulated": form})
-            self._agree_on_slots()
 
 
 def _all_scaled(gradients: list[Any], factor: tf.Tensor) -> list[Any]:
