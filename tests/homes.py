@@ -75,7 +75,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_split_layers": """bands exchanges.split_files layers.draws
         layers.logits layers.refusals layers.trials""",
     "unit/test_split_models": "layers.models",
-    "unit/test_stamps": "compression.halves servers.shared",
+    "unit/test_stamps": "compression.halves servers.shared servers.stamped_part",
     "unit/test_strategy": """step strategies.made_variables strategies.one_device
         strategies.reductions transports.collective transports.horovod""",
     "unit/test_tables": "_host.shared _host.stores",

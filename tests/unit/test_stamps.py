@@ -101,13 +101,13 @@ def parts_of(job: Job, k: int, positions: Any, values: Any) -> list[Any]:
 
 def stages(stamped: Stamped, part: Any, where: Any, steps: Any) -> Any:
     """Do a push to a server stage by stage, so that others may come between."""
-    number = stamped.enter(part)
+    number = part.enter()
     yield
-    stamped.stamp(part, where, number)
+    part.stamp(where, number)
     yield
-    stamped.subtract(part, where, steps)
+    part.subtract(where, steps)
     yield
-    stamped.leave(part)
+    part.leave()
 
 
 class HalvesTest(tf.test.TestCase):
@@ -255,7 +255,7 @@ class StampsTest(tf.test.TestCase):
             job = Job(2, 1, liveness)
             job.pull(0)
             (part,) = job.stamped[1].parts
-            job.stamped[1].enter(part)
+            part.enter()
             job.stamped[0].push(
                 tf.constant([5], tf.int64), tf.constant([1.0]), tf.ones([])
             )

@@ -21,7 +21,8 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.residual import RATES, Arenas, Residual
 from tf_dgc.exchanges.selecting import Chosen, Selecting
 from tf_dgc.servers.shared import Servers, Twins
-from tf_dgc.servers.stamps import ALL, Pushers, Stamped
+from tf_dgc.servers.stamped_part import Pushers
+from tf_dgc.servers.stamps import ALL, Stamped
 
 
 class Pushed:
