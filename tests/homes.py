@@ -38,7 +38,8 @@ TESTED_IN: dict[str, str] = {
         strategies.combining strategies.outer""",
     "unit/test_auto": """prediction.calibration prediction.choices prediction.costs
         strategies.auto_inner""",
-    "unit/test_backups": "strategies.calls",
+    "unit/test_backups": "strategies.calls strategies.within_epoch",
+    "unit/test_callbacks": "strategies.epoch_ends",
     "unit/test_check": "check.command check.facts check.links check.meeting",
     "unit/test_data": """exchanges.parts strategies.distribution
         strategies.first_builds strategies.slicing""",

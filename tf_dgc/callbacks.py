@@ -4,38 +4,27 @@ import contextlib
 import functools
 import logging
 import pathlib
-import secrets
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
-from tf_dgc import _host, bands
-from tf_dgc.exchanges import records as saving
+from tf_dgc import _host
 from tf_dgc.exchanges import state_files
 from tf_dgc.exchanges.downpour import ServerStats
 from tf_dgc.exchanges.figures import StepStats
-from tf_dgc.strategies import backups, calls, kept, owners, positions, remembered
+from tf_dgc.strategies import backups, calls, epoch_ends, kept, owners, positions
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy, of_callback
 from tf_dgc.strategies.downpour import DownpourStrategy
+from tf_dgc.strategies.epoch_ends import EpochEnds
 from tf_dgc.strategies.extended import on_one_worker
 from tf_dgc.strategies.files import AtTheEnd
 from tf_dgc.strategies.timeline import Timed
 from tf_dgc.strategies.timeline import Timeline as Timeline
-from tf_dgc.transports import handshake, waiting
+from tf_dgc.strategies.within_epoch import Interval, WithinEpochs
+from tf_dgc.transports import waiting
 
 _logger = logging.getLogger("tf_dgc")
-
-# Backups of a worker that are compared; there are four unless removing them failed.
-_LOOKED_AT = 8
-# Within an epoch: a worker that begins to write one has written that before the last.
-_KEPT = 3
-# Steps between two questions of the clock of the chief.
-_ASKED = 10
 
 
 class CompressionStats(keras.callbacks.Callback):
@@ -239,21 +228,16 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 "`backup_dir` must be the path of a folder. Received: "
                 f"backup_dir={backup_dir!r}"
             )
-        _check_intervals(save_freq, save_seconds)
+        self._interval = Interval(save_freq, save_seconds)
+        self._interval.check()
         self.backup_dir = state_files.local_folder("backup_dir", backup_dir)
         self.delete_checkpoint = delete_checkpoint
         self.save_freq, self.save_seconds = save_freq, save_seconds
         self._folder = self.backup_dir  # of this call of `fit`
         self._number = 1  # of this call of `fit`
-        self._waiting: backups.Copy | None = None
+        self._within: WithinEpochs | None = None
         self._resumed: backups.Position | None = None
         self._counted: dict[str, Any] = {}
-        self._iterator: Any = None
-        self._epoch = self._done = 0  # epochs, and steps of the present one
-
-    @property
-    def _within(self) -> bool:
-        return self.save_freq is not None or self.save_seconds is not None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Continue from the last backup, if there is one."""
@@ -262,34 +246,22 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             self._follow(strategy)
             return
         self._claim(strategy)
-        if self._within:
-            self._prepare(strategy)
-        position = self._last_common(strategy)
+        self._within = None
+        if self._interval:
+            self._within = WithinEpochs(self._folder, strategy, self, self._interval)
+        position = epoch_ends.last_common(self._folder, strategy.transport)
         self._resumed = position
         _host.keras.set_initial_epoch(self.model, position and position.epoch)
         if position is None:
             kept.clear(self.backup_dir, strategy)
             return
-        with _named(self._folder / position.name):
-            self._restore(strategy, position)
+        with epoch_ends.named(self._folder / position.name):
+            ends = EpochEnds(self._folder, strategy, self)
+            self._counted = ends.restore(position, self.delete_checkpoint)
         if strategy.is_chief:
-            self._tell(position)
+            _tell(self, self._folder / position.name, position)
         if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
             strategy.inner.following.tell_epoch(position.epoch)
-
-    def _tell(self, position: backups.Position) -> None:
-        """Say on the chief where training goes on, or that it does not."""
-        first = _host.keras.initial_epoch(self.model) or 0
-        if not position.step and first >= self.params["epochs"]:
-            _logger.warning(
-                "This `fit` had ended in an earlier run of the job and is passed over: "
-                "weights and `History` are those of the backup in %s. To train anew, "
-                "remove %s on all workers, or give another `backup_dir`",
-                self._folder / position.name,
-                self.backup_dir,
-            )
-        elif self.params.get("verbose"):
-            _host.keras.say(f"tf_dgc: training goes on {_after(position)}")
 
     def _claim(self, strategy: BaseStrategy) -> None:
         """Become the owner of the folder, and tell this `fit` from others."""
@@ -307,47 +279,6 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def _owner(self, strategy: BaseStrategy) -> owners.FileOwner:
         return owners.of(self.backup_dir, strategy.rank)
 
-    def _restore(self, strategy: BaseStrategy, position: backups.Position) -> None:
-        """Take over a backup, on all workers."""
-        folder = self._folder / position.name
-        subject = f"success in reading {folder}"
-
-        def look() -> tuple[Any, ...]:
-            saved = state_files.read_manifest(folder)["world_size"]
-            weights, rest = self._files(folder, strategy.rank % saved)
-            return saved, weights, rest, remembered.read(rest, self.model)
-
-        saved, weights, rest, found = saving.together(strategy.transport, subject, look)
-        if strategy.is_chief:
-            _tell_other_data(folder, found, self.params.get("steps"))
-        slots = {"slots of optimizers": found.optimizers}
-        handshake.agree(strategy.transport, f"backup in {folder}", slots)
-        told = {"stopped": found.stopped}  # of a worker that has, all were to end
-        stopped = handshake.tell(strategy.transport, "end of `fit`", told)
-        ends = any(each["stopped"] for each in stopped)
-        if ends and self.delete_checkpoint and not position.step:
-            # By a callback; the process ended after that, or the next epoch would be.
-            epochs = max(position.epoch, self.params["epochs"])
-            _host.keras.set_initial_epoch(self.model, epochs)
-        with strategy.scope():
-            remembered.build_optimizers(found, self.model)
-
-        def read() -> None:
-            remembered.restore(rest, found, self.others, self.model)
-            if position.step:
-                self._read_all(rest)
-                return
-            with bands.kept_elsewhere(), backups.naming(weights):
-                self.model.load_weights(weights)
-            own = backups.seeds(self.model)  # all together: it may make variables
-            if strategy.rank < saved:  # a worker that is new draws numbers of its own
-                shapes = {name: v.shape.as_list() for name, v in own.items()}
-                for name, array in state_files.read_arrays(rest, shapes).items():
-                    own[name].assign(array)
-
-        saving.together(strategy.transport, subject, read)
-        strategy.restore_state(folder, self.model)
-
     def _follow(self, strategy: BaseStrategy) -> None:
         """Begin with the chief's epoch, where workers do not meet."""
         if isinstance(strategy, DownpourStrategy):
@@ -356,27 +287,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 kept.remove(self.backup_dir, strategy)
             epoch = strategy.inner.following.chief_epoch()
             _host.keras.set_initial_epoch(self.model, epoch)
-            kept.restore(self.backup_dir, strategy, self.model, epoch, self._within)
-
-    def _prepare(self, strategy: BaseStrategy) -> None:
-        """Agree on a number of this run.
-
-        Raises:
-            ValueError: the model has a table that can be copied in parts only.
-        """
-        backups.refuse_tables(self.model)
-        own = tf.constant([secrets.randbelow(2**31)], tf.int64)
-        self._run = int(strategy.transport.broadcast([own], "run")[0][0])
-        self._writer = backups.BackupWriter(self._folder, strategy.rank, _KEPT)
-        self._waiting = None
-        self._since, self._last = 0, time.monotonic()
-
-    def _read_all(self, rest: pathlib.Path) -> None:
-        """Take over what was copied within an epoch."""
-        variables = backups.Variables(self.model)
-        self._counted = variables.read(rest)
-        variables.assign(self._counted, of_metrics=False)
-        backups.read_seeds(rest, self.model)
+            within = bool(self._interval)
+            kept.restore(self.backup_dir, strategy, self.model, epoch, within)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Go to where the backup was made in the epoch, if it was."""
@@ -386,66 +298,31 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             return
         if isinstance(strategy, DownpourStrategy):
             strategy.inner.following.tell_epoch(epoch)
-        self._epoch, position = epoch, self._resumed
-        self._resumed, self._done = None, position.step if position else 0
+        position, self._resumed = self._resumed, None
+        if self._within is not None:
+            self._within.begin_epoch(epoch, position.step if position else 0)
         if position is not None and position.step:
             backups.Variables(self.model).assign(self._counted, of_metrics=True)
             self._counted = {}
             take_up = functools.partial(self._take_up, position)
             positions.at_next_epoch(position.step, take_up)
-        elif self._within:
+        elif self._within is not None:
             positions.at_next_epoch(0, self._note)
 
     def _note(self, iterator: Any) -> None:
-        self._iterator = iterator
+        if self._within is not None:
+            self._within.iterator = iterator
 
     def _take_up(self, position: backups.Position, iterator: Any) -> None:
         """Bring the data to where they were."""
-        strategy = of_callback(self)
-        place = backups.data_of(self._folder / position.name, strategy.rank)
-        with _named(self._folder / position.name):
-            if positions.has_state(place):
-                positions.take_up(iterator, place)
-            else:
-                positions.read_again(iterator, position.step)
-        self._iterator = iterator
+        rank = of_callback(self).rank
+        epoch_ends.take_up_data(self._folder, position, rank, iterator)
+        self._note(iterator)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Copy what is to be backed up within an epoch, and begin to write it."""
-        strategy = of_callback(self)
-        if not (self._within and strategy.inner.saves_state):
-            return
-        steps, self._done = batch + 1 - self._done, batch + 1
-        if self._waiting is not None:  # the epoch has gone on
-            self._writer.write(self._waiting)
-            self._waiting = None
-        # After its last step an epoch would begin with no step, and end without logs.
-        total = self.params.get("steps")
-        ends = self.model.stop_training or (total and self._done >= total)
-        if not self._due(strategy, steps) or ends:
-            return
-        position = backups.Position(self._epoch, batch + 1)
-        args = strategy, self.model, self.others, self._iterator
-        found = backups.copy(position, self._run, *args)
-        if total:
-            self._writer.write(found)
-        else:
-            self._waiting = found
-
-    def _due(self, strategy: BaseStrategy, steps: int) -> bool:
-        before = self._since
-        self._since += steps
-        if self.save_freq is not None:
-            due = self._since >= self.save_freq
-        elif before // _ASKED == self._since // _ASKED:
-            due = False
-        else:
-            late = time.monotonic() - self._last >= (self.save_seconds or 0.0)
-            own = tf.constant([late])
-            due = bool(strategy.transport.broadcast([own], "backup")[0][0])
-        if due:
-            self._since, self._last = 0, time.monotonic()
-        return due
+        if self._within is not None and of_callback(self).inner.saves_state:
+            self._within.after_step(batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup, then remove those before it."""
@@ -457,36 +334,9 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if strategy.is_chief and self.params.get("verbose"):
             told = waiting.telling(f"tf_dgc: writing the backup of epoch {epoch + 1}")
         with told:
-            self._back_up(epoch, strategy)
-
-    def _back_up(self, epoch: int, strategy: BaseStrategy) -> None:
-        """Write a backup at the end of an epoch; all workers do."""
-        self._iterator = self._waiting = None
-        if self._within:
-            self._since, self._last = 0, time.monotonic()
-            saving.together(
-                strategy.transport, "success in writing backups", self._writer.wait
-            )
-        folder = self._folder / backups.Position(epoch + 1).name
-        weights, rest = self._files(folder, strategy.rank)
-
-        def write() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Of a run that was killed; without a manifest the backup is not whole.
-            (folder / state_files.MANIFEST).unlink(missing_ok=True)
-            values = {name: v.numpy() for name, v in backups.seeds(self.model).items()}
-            values |= remembered.arrays_of(self.others, self.model)
-            with backups.leaving_none(weights, rest):
-                backups.write_weights(self.model, weights)
-                np.savez(rest, allow_pickle=False, **values)
-                state_files.sync(rest)
-
-        with backups.leaving_none(weights, rest):
-            saving.together(strategy.transport, f"success in writing {folder}", write)
-        strategy.save_state(folder, self.model)
-        for other in backups.listed(self._folder):
-            if other != (epoch + 1, 0):
-                owners.remove(self._folder / other.name)
+            if self._within is not None:
+                self._within.end_epoch()
+            EpochEnds(self._folder, strategy, self).write(epoch + 1)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Note that this `fit` has ended; its backups stay until the process does."""
@@ -500,47 +350,22 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
             owner.done.add(self._number)
         strategy.transport.barrier()
 
-    def _files(self, folder: pathlib.Path, rank: int) -> tuple[pathlib.Path, ...]:
-        """Return where weights and the rest go, which are there before the manifest."""
-        return folder / f"rank-{rank:05d}.weights.h5", backups.rest_of(folder, rank)
 
-    def _last_common(self, strategy: BaseStrategy) -> backups.Position | None:
-        """Return the last position of which every worker has a whole backup."""
-        transport = strategy.transport
-        whole, begun = [-1] * _LOOKED_AT, 0
-        for position in backups.listed(self._folder):
-            begun = 1
-            folder = self._folder / position.name
-            if backups.is_whole(folder, transport.rank, transport.size):
-                whole = [*whole[1:], position.number]
-        mine = tf.constant([begun, *whole], tf.int64)
-        found = transport.all_gather(mine, "backups").numpy().tolist()
-        common = set.intersection(*[set(row[1:]) for row in found]) - {-1}
-        without = [rank for rank, row in enumerate(found) if not row[0]]
-        if not common and without and any(max(row[1:]) >= 0 for row in found):
-            raise ValueError(
-                f"All workers must find a backup in {self._folder}, or none. "
-                f"Received: no backup on ranks {without}. Copy it there, or remove it "
-                "everywhere to begin anew."
-            )
-        return backups.of_number(max(common)) if common else None
-
-
-def _tell_other_data(
-    folder: pathlib.Path, before: remembered.Remembered, steps: int | None
+def _tell(
+    backup: BackupState, folder: pathlib.Path, position: backups.Position
 ) -> None:
-    """Warn where epochs have other numbers of steps, or data of rows, than before."""
-    sizes, told = remembered.sizes_now(), ""
-    if before.steps is not None and steps and before.steps != steps:
-        told = f"its epochs have {before.steps} steps, those of this `fit` {steps}"
-    elif before.sizes and sizes and list(before.sizes) != sizes:
-        told = f"they have {sizes} rows, and had {list(before.sizes)}"
-    if told:
+    """Say on the chief where training goes on, or that it does not."""
+    first = _host.keras.initial_epoch(backup.model) or 0
+    if not position.step and first >= backup.params["epochs"]:
         _logger.warning(
-            "The data, or the size of batches, are not those of the backup in %s: %s",
+            "This `fit` had ended in an earlier run of the job and is passed over: "
+            "weights and `History` are those of the backup in %s. To train anew, "
+            "remove %s on all workers, or give another `backup_dir`",
             folder,
-            told,
+            backup.backup_dir,
         )
+    elif backup.params.get("verbose"):
+        _host.keras.say(f"tf_dgc: training goes on {_after(position)}")
 
 
 def _after(position: backups.Position) -> str:
@@ -548,42 +373,6 @@ def _after(position: backups.Position) -> str:
     if position.step:
         return f"in epoch {position.epoch + 1}, after {position.step} of its steps"
     return f"after epoch {position.epoch}"
-
-
-@contextlib.contextmanager
-def _named(folder: pathlib.Path) -> Iterator[None]:
-    """Say what to do where a backup cannot be taken up."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The backup in {folder} cannot be taken up: {error}. Start with its "
-            "model, optimizer, strategy and data. If a file is damaged or missing, "
-            f"remove {folder} on all workers: the job then continues from the backup "
-            "before it, or where there is none, begins anew"
-        ) from None
-
-
-def _check_intervals(save_freq: Any, save_seconds: Any) -> None:
-    whole = isinstance(save_freq, int) and not isinstance(save_freq, bool)
-    if save_freq is not None and (not whole or save_freq < 1):
-        raise ValueError(
-            "`save_freq` must be a number of steps, at least 1, or None. "
-            f"Received: save_freq={save_freq!r}"
-        )
-    if save_seconds is None:
-        return
-    number = isinstance(save_seconds, int | float)
-    if not number or not 0 < save_seconds < float("inf"):
-        raise ValueError(
-            "`save_seconds` must be a positive number of seconds, or None. "
-            f"Received: save_seconds={save_seconds!r}"
-        )
-    if save_freq is not None:
-        raise ValueError(
-            "Only one of `save_freq` and `save_seconds` must be given. Received: "
-            f"save_freq={save_freq!r}, save_seconds={save_seconds!r}"
-        )
 
 
 def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:

@@ -139,13 +139,13 @@ class Job:
         assert self.value() == self.begun[0] * 100 + self.begun[1], self.value()
         for epoch in range(self.begun[0], until):
             backup.on_epoch_begin(epoch)
-            backup._iterator = iter(tf.data.Dataset.range(3))
+            backup._note(iter(tf.data.Dataset.range(3)))
             first = self.begun[1] if epoch == self.begun[0] else 0
             for step in range(first, STEPS):
                 self._set(epoch, step + 1)
                 backup.on_train_batch_end(step)
                 if backup._within:
-                    backup._writer.wait()
+                    backup._within.writer.wait()
                     if step + 1 < STEPS:  # after the last, that of the end comes
                         self.kept = epoch, step + 1
             self._set(epoch + 1, 0)

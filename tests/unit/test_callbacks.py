@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import tempfile
 import threading
-import types
 import warnings
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from loopback import Loopback, outcomes, run_workers
 import tf_dgc
 from tf_dgc import callbacks
 from tf_dgc.exchanges import state_files
-from tf_dgc.strategies import owners, positions
+from tf_dgc.strategies import epoch_ends, owners, positions, within_epoch
 from tf_dgc.transports.local import LocalTransport
 
 FIGURES = {
@@ -353,7 +352,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
             self.train(compressing, save_freq=1)
 
     def test_the_clock_decides_when(self) -> None:
-        with mock.patch.object(callbacks, "_ASKED", 2):
+        with mock.patch.object(within_epoch, "_ASKED", 2):
             for seconds, expected in (
                 (1e-9, {"epoch-00000-step-00000002"}),
                 (1e6, set()),
@@ -609,9 +608,8 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_workers_of_which_some_have_no_backup_stop(self) -> None:
         def work(transport: Loopback) -> int | None:
-            strategy = types.SimpleNamespace(transport=transport)
-            callback = callbacks.BackupState(self.folder / str(transport.rank))
-            return callback._last_common(strategy)
+            folder = self.folder / str(transport.rank)
+            return epoch_ends.last_common(folder, transport)
 
         self.assertEqual(run_workers(3, work), [None] * 3)
         for rank, epochs in enumerate([[1, 2], [2, 3], [2]]):

@@ -323,7 +323,6 @@ class ImportTest(tf.test.TestCase):
 LARGE = {
     "Reading": 470,
     "Downpour": 410,
-    "BackupState": 360,
     "OwnerSum": 290,
     "HorovodTransport": 220,
     "Selecting": 210,
