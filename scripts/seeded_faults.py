@@ -176,7 +176,7 @@ FAULTS = (
     ),
     Fault(
         "an owner's sum is of a damaged message, too",
-        "exchanges/owner_sum.py",
+        "exchanges/owner_messages.py",
         "positions = tf.where(faults[:, tf.newaxis] > 0, unused, found.positions)",
         "positions = tf.where(faults[:, tf.newaxis] > 9, unused, found.positions)",
         "laws/owners",

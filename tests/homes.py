@@ -7,6 +7,7 @@ TESTED_IN: dict[str, str] = {
         strategies.embeddings strategies.following strategies.on_servers
         strategies.served_fits strategies.served_inner strategies.served_share
         strategies.served_training""",
+    "jobs/test_elastic": "transports.generation",
     "jobs/test_features": """_host.datasets _host.distribute _host.iterators
         _host.keras strategies.adopted strategies.agreement strategies.base
         strategies.exchanging strategies.inner strategies.witness transports.hybrid""",
@@ -28,7 +29,8 @@ TESTED_IN: dict[str, str] = {
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
         exchanges.dense exchanges.held_back""",
     "laws/test_flights": "exchanges.channel exchanges.flight_state",
-    "laws/test_owners": "compression.regions exchanges.owner_sum transports.sums",
+    "laws/test_owners": """compression.regions exchanges.owner_messages
+        exchanges.owner_sum transports.sums""",
     "laws/test_ratios": "exchanges.formats",
     "laws/test_sites": "exchanges.at_site",
     "laws/test_simulate": "strategies.one_by_one",

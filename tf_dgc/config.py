@@ -187,16 +187,7 @@ class DGCConfig(_Settings):
         self._set("growth", _number("growth", self.growth))
         if not self.growth > 0:
             raise ValueError(_message("growth", "positive", self))
-        for name, allowed in (
-            ("value_dtype", VALUE_DTYPES),
-            ("nonfinite", NONFINITE),
-            ("exchange", EXCHANGES),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
-                raise ValueError(_message(name, f"one of {allowed}", self))
-        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
-            raise ValueError(_message("hierarchical", f"one of {HIERARCHICAL}", self))
+        _check_names(self)
 
     def _choose(self) -> None:
         """Settle what was not given, and what is instead of a sparsity."""
@@ -252,6 +243,20 @@ class DGCConfig(_Settings):
         """Return the settings as plain values, fit for JSON."""
         config = dataclasses.asdict(self)
         return config | {"warmup_stages": list(self.warmup_stages)}
+
+
+def _check_names(config: DGCConfig) -> None:
+    """Raise ValueError where a setting is none of the names that it may be."""
+    for name, allowed in (
+        ("value_dtype", VALUE_DTYPES),
+        ("nonfinite", NONFINITE),
+        ("exchange", EXCHANGES),
+    ):
+        value = getattr(config, name)
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(_message(name, f"one of {allowed}", config))
+    if not isinstance(config.hierarchical, bool) and config.hierarchical != "auto":
+        raise ValueError(_message("hierarchical", f"one of {HIERARCHICAL}", config))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

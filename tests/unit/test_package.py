@@ -323,10 +323,6 @@ class ImportTest(tf.test.TestCase):
 LARGE = {
     "Reading": 470,
     "Downpour": 410,
-    "OwnerSum": 290,
-    "HorovodTransport": 220,
-    "Selecting": 210,
-    "DGCConfig": 210,
 }
 LARGEST = 200
 # Names that two classes still have. There may only be fewer.

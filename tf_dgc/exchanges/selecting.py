@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_dgc import values
 from tf_dgc.compression import arena, dgc, halves, message, selection, warmup
+from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.residual import Arenas, Residual
 from tf_dgc.transports.sums import Sparse
 
@@ -93,13 +94,7 @@ class Selecting:
         """Return steps and a selection of a step that is not taken."""
         small = [self._variables[i] for i in self._small]
         none: list[Any] = [tf.zeros(v.shape, v.dtype) for v in small]
-        return none or [_no_rows(self._variables[0])], (
-            tf.constant(False),
-            tf.zeros([0], tf.int64),
-            tf.zeros([0], tf.as_dtype(self._config.value_dtype)),
-            tf.zeros([0]),
-            tf.ones([]),
-        )
+        return none or [_no_rows(self._variables[0])], tuple(_none_of(self._config))
 
     def _select(
         self, local: Sequence[Any], momentum: dgc.Momentum | None
@@ -237,6 +232,13 @@ def _slots_at(residual: Residual, sparsity: float) -> int:
     size = tf.as_dtype(residual.config.value_dtype).size
     sparse = slots * (2 + size) + 4 * halves.rooms(layout.size)
     return slots if sparsity and sparse < 4 * layout.elements else 0
+
+
+def _none_of(config: DGCConfig) -> Chosen:
+    """Return a selection of no elements."""
+    nothing = tf.zeros([0], tf.as_dtype(config.value_dtype))
+    positions, whole = tf.zeros([0], tf.int64), tf.zeros([0])
+    return Chosen(tf.constant(False), positions, nothing, whole, tf.ones([]))
 
 
 def _no_rows(variable: Any) -> tf.IndexedSlices:

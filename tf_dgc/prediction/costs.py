@@ -31,7 +31,8 @@ from tf_dgc.compression import arena
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.formats import kind_at, message_format
-from tf_dgc.exchanges.owner_sum import ROOM, VERDICT_BYTES, Forms, OwnerSum
+from tf_dgc.exchanges.owner_messages import Forms
+from tf_dgc.exchanges.owner_sum import ROOM, VERDICT_BYTES, OwnerSum
 from tf_dgc.exchanges.parts import TOLD_BYTES
 from tf_dgc.transports import grid
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, gathering
+from tf_dgc.transports.generation import Generation
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.schedulers import SRUN_SIZE
 from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
@@ -119,13 +120,12 @@ class HorovodTransport(base.Transport):
         """
         self.timeout = base.default_timeout() if timeout is None else timeout
         self._among: dict[str, Any] = {}  # all, or a process set
-        self._worlds = 0  # seen so far
         initialize(self.timeout)
         self.device = base.default_device()
         self._wire = wire_device(import_horovod(), self.device)
         with tf.init_scope(), tf.device("CPU:0"):
             self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
-            self._world = tf.Variable(0, trainable=False, name="tf_dgc_world")
+        self._generation = Generation()
         self._begin()
 
     @property
@@ -159,8 +159,7 @@ class HorovodTransport(base.Transport):
         What was traced before raises an error from now on.
         """
         self._watch_no_more()
-        self._worlds += 1
-        self._world.assign(self._worlds)
+        self._generation = self._generation.next()
         self._begin()
 
     def start_again(self) -> None:
@@ -288,7 +287,7 @@ class HorovodTransport(base.Transport):
         """
 
         def call(vector: tf.Tensor) -> tf.Tensor:
-            vector = self._flat(vector)
+            vector = _flat(vector, self._start.read_value())
             with self._turnstile.entered(vector, name) as leave:
                 return leave(operation(vector))
 
@@ -298,24 +297,22 @@ class HorovodTransport(base.Transport):
             with tf.init_scope(), tf.device(self.device):
                 self._functions[key] = _host.tensorflow.not_inlined(call, any_length)
         if not tf.executing_eagerly():
-            world = tf.debugging.Assert(
-                self._world.read_value() == self._worlds,
-                [
-                    "The workers have changed since this tf.function was traced. Make "
-                    "it inside the function that elastic training calls again."
-                ],
-            )
-            with tf.control_dependencies([world]):
+            with tf.control_dependencies([self._generation.require()]):
                 return self._functions[key](vector)
         return self._functions[key](vector)
 
-    def _flat(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor as a vector that no graph optimization takes for constant.
 
-        Horovod's operations count as stateless: one of a constant would be run once,
-        while the graph is optimized, and never again, whatever other workers do.
-        """
-        # The whole of it, and not copied; but only the variable knows.
-        vector = tf.slice(tf.reshape(tensor, [-1]), self._start.read_value(), [-1])
-        vector.set_shape([tensor.shape.num_elements()])
-        return vector
+def _flat(tensor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    """Return a tensor as a vector that no graph optimization takes for constant.
+
+    Horovod's operations count as stateless: one of a constant would be run once, while
+    the graph is optimized, and never again, whatever other workers do.
+
+    Args:
+        tensor: any shape.
+        start: 0 in a variable, shape [1].
+    """
+    # The whole of it, and not copied; but only the variable knows.
+    vector = tf.slice(tf.reshape(tensor, [-1]), start, [-1])
+    vector.set_shape([tensor.shape.num_elements()])
+    return vector
