@@ -54,6 +54,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_own_steps": """strategies.conditions strategies.context
         strategies.current strategies.early strategies.uses""",
     "unit/test_package": "_host.probe version",
+    "unit/test_provenance": "strategies.data_graphs",
     "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
         exchanges.modes exchanges.progress exchanges.rounds exchanges.settled""",
     "unit/test_patches": "_host.applying",

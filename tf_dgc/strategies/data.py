@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import provenance, split, witness
+from tf_dgc.strategies import data_graphs, provenance, split, witness
 from tf_dgc.strategies.elements import ElementLayout, batch_size_of
 from tf_dgc.strategies.split import MarkedRows
 
@@ -146,7 +146,7 @@ def _known(dataset: tf.data.Dataset) -> tuple[list[int], int]:
     if isinstance(spec, tuple) and len(spec) > 1:
         begin, count = (len(tf.nest.flatten(each)) for each in spec[:2])
         targets = [i for i in known if begin <= i < begin + count]
-    if targets and provenance.is_of_python(dataset):
+    if targets and data_graphs.has_node(dataset, data_graphs.is_of_python):
         known = targets
     chosen = sorted(known, key=lambda i: i not in targets)[: witness.COUNT]
     return chosen, len({*targets}.intersection(chosen))

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc.strategies import provenance
+from tf_dgc.strategies import data_graphs
 from tf_dgc.transports import Transport
 
 
@@ -17,7 +17,7 @@ def can_end(spec: Any) -> bool:
     """Tell whether there are batches of no rows of a spec."""
     kinds = tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec
     return all(
-        isinstance(part, kinds) or provenance.is_none(part)
+        isinstance(part, kinds) or data_graphs.is_none(part)
         for part in tf.nest.flatten(spec)
     )
 
@@ -33,7 +33,7 @@ def agreed(transport: Transport, optional: Any, spec: Any) -> Any:
     Returns:
         An Optional that has a batch, maybe of no rows, where any worker has one.
     """
-    specs = [part for part in tf.nest.flatten(spec) if not provenance.is_none(part)]
+    specs = [part for part in tf.nest.flatten(spec) if not data_graphs.is_none(part)]
 
     def own() -> list[Any]:
         flat = tf.nest.flatten(optional.get_value())
@@ -55,7 +55,7 @@ def agreed(transport: Transport, optional: Any, spec: Any) -> Any:
     )
     parts = iter(tf.nest.pack_sequence_as(specs, flat, expand_composites=True))
     batch = [
-        None if provenance.is_none(part) else _shaped(next(parts), part)
+        None if data_graphs.is_none(part) else _shaped(next(parts), part)
         for part in tf.nest.flatten(spec)
     ]
     return tf.cond(

@@ -4,17 +4,12 @@ Random operations of `Dataset.map` give each worker other numbers, be it without
 or because elements meet them in any order. What depends on them is no evidence.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import randomness
-
-# Stateful operations that draw nothing.
-_READERS = ("HashTable", "LookupTable", "TensorArray", "VarHandle")
-_DRAWERS = ("Multinomial", "Random", "TruncatedNormal")
+from tf_dgc.strategies import data_graphs, randomness
 
 
 def random_parts(dataset: tf.data.Dataset) -> list[bool]:
@@ -26,14 +21,9 @@ def random_parts(dataset: tf.data.Dataset) -> list[bool]:
     Returns:
         One for each part of `element_spec`, flat; None is a part, too.
     """
-    present = [not is_none(part) for part in _parts(dataset)]
+    present = [not data_graphs.is_none(part) for part in _parts(dataset)]
     found = iter(_random_tensors(dataset))
     return [there and next(found) for there in present]
-
-
-def is_none(spec: Any) -> bool:
-    """Tell whether a part is None; TensorFlow 2.18 has no public name for that."""
-    return type(spec).__name__ == "NoneTensorSpec"
 
 
 def decided_by_chance(dataset: tf.data.Dataset) -> bool:
@@ -53,25 +43,6 @@ def decided_by_chance(dataset: tf.data.Dataset) -> bool:
         if any(_flow(graph, _random_tensors(source, False), True, False)):
             return True
     return any(map(decided_by_chance, sources))
-
-
-def is_of_python(dataset: tf.data.Dataset) -> bool:
-    """Tell whether Python code makes elements, as a generator does."""
-    if any(
-        node.op.endswith("PyFunc")
-        for graph in _host.tensorflow.graphs_of(dataset)
-        for node in _nodes(graph)
-    ):
-        return True
-    return any(map(is_of_python, _host.tensorflow.inputs_of(dataset)))
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    """Yield the nodes of a function, and of all that it calls."""
-    definition = graph.as_graph_def()
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
 
 
 def _parts(dataset: tf.data.Dataset) -> list[Any]:
@@ -101,7 +72,7 @@ def _random_tensors(dataset: tf.data.Dataset, python: bool = True) -> list[bool]
     ]
     if len(sources) > 1 and alike:  # elements of one or another
         return [any(each) for each in zip(*alike, strict=True)]
-    count = sum(not is_none(part) for part in _parts(dataset))
+    count = sum(not data_graphs.is_none(part) for part in _parts(dataset))
     draws = any(_draws_inside(graph) for graph in _host.tensorflow.graphs_of(dataset))
     if len(joined) == count and not draws:
         return joined
@@ -116,19 +87,10 @@ def _draws_inside(graph: Any, seeded: bool = True) -> bool:
         seeded: whether operations that have a seed count.
     """
     return any(
-        draws(node) and (seeded or not (has_seed(node) or "Dataset" in node.op))
-        for node in _nodes(graph)
+        data_graphs.draws(node)
+        and (seeded or not (data_graphs.has_seed(node) or "Dataset" in node.op))
+        for node in data_graphs.nodes(graph)
     )
-
-
-def draws(node: Any) -> bool:
-    """Tell whether an operation draws random numbers."""
-    return bool(node.op.startswith(_DRAWERS))
-
-
-def has_seed(node: Any) -> bool:
-    """Tell whether an operation draws the same numbers in every process."""
-    return any(name in node.attr and node.attr[name].i for name in ("seed", "seed2"))
 
 
 def _flow(
@@ -144,14 +106,13 @@ def _flow(
         python: whether Python code, and any other state, is taken to draw.
     """
     drawing = _drawing_functions(graph, in_order, python)
-    found = {t.ref() for t, each in zip(graph.inputs, before, strict=False) if each}
-    for operation in graph.get_operations():
+
+    def judge(operation: Any, inputs: list[bool | None]) -> bool:
         if operation.name.rpartition("/")[2].startswith(randomness.ALIKE):
-            continue
-        random = _draws(operation.node_def, in_order, python, drawing)
-        if random or any(tensor.ref() in found for tensor in operation.inputs):
-            found.update(tensor.ref() for tensor in operation.outputs)
-    return [tensor.ref() in found for tensor in graph.outputs]
+            return False
+        return any(inputs) or _draws(operation.node_def, in_order, python, drawing)
+
+    return [bool(each) for each in data_graphs.followed(graph, before, judge)]
 
 
 def _drawing_functions(graph: Any, in_order: bool, python: bool) -> set[str]:
@@ -170,16 +131,10 @@ def _drawing_functions(graph: Any, in_order: bool, python: bool) -> set[str]:
 
 
 def _draws(node: Any, in_order: bool, python: bool, drawing: set[str]) -> bool:
-    called = {
-        name
-        for value in node.attr.values()
-        for name in (value.func.name, *(each.name for each in value.list.func))
-        if name
-    }
-    if called:
+    if called := data_graphs.called(node):
         return not called.isdisjoint(drawing)
-    if node.op.startswith(_READERS) or (has_seed(node) and in_order):
+    if data_graphs.keeps(node) or (data_graphs.has_seed(node) and in_order):
         return False
     if not python:
-        return draws(node)
+        return data_graphs.draws(node)
     return _host.tensorflow.is_stateful(node.op)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.strategies import provenance
+from tf_dgc.strategies import data_graphs
 
 INPUTS, TARGETS, OTHERS = range(3)  # groups of the components of an element
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -47,7 +47,7 @@ def components_of(spec: Any) -> list[Component]:
 
 def _component(name: str, part: Any, group: int) -> Component:
     shape = getattr(part, "shape", None)
-    if shape is None or is_nothing(part) or provenance.is_none(part):
+    if shape is None or is_nothing(part) or data_graphs.is_none(part):
         return Component(name, group, -1, None)
     shape = tf.TensorShape(shape)
     return Component(name, group, shape.rank, shape[0] if shape.rank else None)

@@ -9,27 +9,13 @@ itself. Anything else is left as it is.
 """
 
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import provenance, rowwise, slicing, witness
+from tf_dgc.strategies import data_graphs, provenance, rowwise, slicing, witness
 
-# Stateful operations that give the same for the same element.
-_READERS = (
-    "Assert",
-    "HashTableV2",
-    "LookupTableFindV2",
-    "LookupTableSizeV2",
-    "ReadVariableOp",
-    "ResourceGather",
-    "ResourceGatherNd",
-    "VarHandleOp",
-    "VarIsInitializedOp",
-)
-_WRITERS = ("Assign", "LookupTableInsert", "ResourceScatter")
 # Beginnings of the names of operations that take long, of most images and sounds.
 _COSTLY = ("Decode", "EagerPyFunc", "PyFunc", "ReadFile", "Resize")
 _CHEAP = ("DecodeBase64", "DecodeRaw")
@@ -143,9 +129,10 @@ def work_for_others(dataset: tf.data.Dataset) -> list[str]:
     """
     plan = _plan(dataset)
     found = []
-    for node in _upstream(dataset if plan is None else plan.source):
+    read = dataset if plan is None else plan.source
+    for node in data_graphs.upstream(read, through_caches=False):
         graphs = _host.tensorflow.graphs_of(node)
-        kinds = {each.op for graph in graphs for each in _nodes(graph)}
+        kinds = {each.op for graph in graphs for each in data_graphs.nodes(graph)}
         costs = sorted(
             kind for kind in kinds if kind.startswith(_COSTLY) and kind not in _CHEAP
         )
@@ -153,14 +140,6 @@ def work_for_others(dataset: tf.data.Dataset) -> list[str]:
             name = type(node).__name__.strip("_").removesuffix("Dataset")
             found.append(f"{name} ({', '.join(costs)})")
     return found
-
-
-def _upstream(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yield a dataset and those it reads, but for what is read only once."""
-    yield dataset
-    if not _host.datasets.caches(dataset):
-        for each in _host.tensorflow.inputs_of(dataset):
-            yield from _upstream(each)
 
 
 def _plan(dataset: tf.data.Dataset) -> _Plan | None:
@@ -264,62 +243,45 @@ def _is_elementwise(dataset: tf.data.Dataset) -> bool:
     if not _host.tensorflow.maps(dataset):
         return False
     (graph,) = _host.tensorflow.graphs_of(dataset)
-    if not all(map(_is_harmless, _nodes(graph))):
+    nodes = list(data_graphs.nodes(graph))
+    if not all(map(_is_harmless, nodes)):
         return False
-    reads = any(node.op in _READERS and node.op != "Assert" for node in _nodes(graph))
-    return not (reads and any(map(_writes, _host.tensorflow.inputs_of(dataset))))
-
-
-def _writes(dataset: tf.data.Dataset) -> bool:
-    """Tell whether a function of a dataset, or of those it reads, may keep a state."""
-    graphs = _host.tensorflow.graphs_of(dataset)
-    if any(_may_write(node) for graph in graphs for node in _nodes(graph)):
-        return True
-    return any(map(_writes, _host.tensorflow.inputs_of(dataset)))
+    readers = {*data_graphs.READERS} - {"Assert"}
+    sources = _host.tensorflow.inputs_of(dataset)
+    return not any(node.op in readers for node in nodes) or not any(
+        data_graphs.has_node(source, _may_write) for source in sources
+    )
 
 
 def assigns(dataset: tf.data.Dataset) -> bool:
     """Tell whether a function of a dataset, or of those it reads, sets variables."""
-    graphs = _host.tensorflow.graphs_of(dataset)
-    if any(node.op.startswith(_WRITERS) for graph in graphs for node in _nodes(graph)):
-        return True
-    return any(map(assigns, _host.tensorflow.inputs_of(dataset)))
+    return data_graphs.has_node(dataset, data_graphs.writes)
 
 
 def _may_write(node: Any) -> bool:
-    if not _host.tensorflow.is_stateful(node.op) or node.op in _READERS:
+    if not _host.tensorflow.is_stateful(node.op) or node.op in data_graphs.READERS:
         return False
     if any(attribute.func.name for attribute in node.attr.values()):
         return False  # a call; the nodes of the function are looked at, too
-    return not (provenance.draws(node) or "Dataset" in node.op)
+    return not (data_graphs.draws(node) or "Dataset" in node.op)
 
 
 def _is_harmless(node: Any) -> bool:
-    if not _host.tensorflow.is_stateful(node.op) or node.op in _READERS:
+    if not _host.tensorflow.is_stateful(node.op) or node.op in data_graphs.READERS:
         return True
     if any(each.func.name or each.list.func for each in node.attr.values()):
         return True  # a call; what it calls is looked at, too
-    return "seed" in node.attr and not provenance.has_seed(node)
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    """Yield the nodes of a function, and of all that it calls."""
-    definition = graph.as_graph_def()
-    for nodes in (
-        definition.node,
-        *(function.node_def for function in definition.library.function),
-    ):
-        yield from nodes
+    return "seed" in node.attr and not data_graphs.has_seed(node)
 
 
 def _origins(graph: Any, before: list[frozenset[int]]) -> list[frozenset[int]]:
     """Follow parts of a source through a function; see `_Plan.origins`."""
-    found = dict(zip((t.ref() for t in graph.inputs), before, strict=False))
-    for operation in graph.get_operations():
-        sources = [found.get(t.ref(), frozenset()) for t in operation.inputs]
-        for tensor in operation.outputs:
-            found.setdefault(tensor.ref(), frozenset().union(*sources))
-    return [found[tensor.ref()] for tensor in graph.outputs]
+
+    def judge(operation: Any, inputs: list[frozenset[int] | None]) -> frozenset[int]:
+        return frozenset[int]().union(*(each or () for each in inputs))
+
+    found = data_graphs.followed(graph, before, judge)
+    return [each or frozenset() for each in found]
 
 
 def _evidence(plan: _Plan, spec: Any) -> tuple[list[int], int]:
@@ -336,13 +298,13 @@ def _evidence(plan: _Plan, spec: Any) -> tuple[list[int], int]:
     targets: frozenset[int] = frozenset()
     if isinstance(spec, tuple) and len(spec) > 1:
         begin, count = (
-            sum(not provenance.is_none(part) for part in tf.nest.flatten(each))
+            sum(not data_graphs.is_none(part) for part in tf.nest.flatten(each))
             for each in spec[:2]
         )
         targets = frozenset().union(*plan.origins[begin : begin + count])
     random = provenance.random_parts(plan.source)
     known = [i for i, drawn in enumerate(random) if not drawn]
-    if targets and provenance.is_of_python(plan.source):
+    if targets and data_graphs.has_node(plan.source, data_graphs.is_of_python):
         known = [i for i in known if i in targets]
     chosen = sorted(known, key=lambda i: i not in targets)[: witness.COUNT]
     return chosen, len(targets.intersection(chosen))
