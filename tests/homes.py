@@ -47,8 +47,9 @@ TESTED_IN: dict[str, str] = {
         strategies.first_builds strategies.slicing""",
     "unit/test_dgc": "exchanges.applied exchanges.figures exchanges.residual",
     "unit/test_horovod_names": "horovod.options",
-    "unit/test_losses": """strategies.cuts strategies.formulas strategies.readings
-        strategies.row_axes strategies.totals""",
+    "unit/test_losses": """strategies.cuts strategies.formulas strategies.known
+        strategies.number_terms strategies.readings strategies.row_axes
+        strategies.row_rules strategies.row_shapes strategies.totals""",
     "unit/test_output": "launcher.job",
     "unit/test_own_batches": "strategies.handed_over",
     "unit/test_own_steps": """strategies.conditions strategies.context

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tf_dgc import _host
-from tf_dgc.strategies import cuts, losses, readings
+from tf_dgc.strategies import cuts, known, losses, readings
 from tf_dgc.strategies.losses import BY_ROWS, SUMMED
 from tf_dgc.strategies.replicas import ReplicaCount
 
@@ -498,15 +498,15 @@ class CountedByConstantsTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.product(name=sorted(COUNTED), rows=[4, None])
     def test_a_constant_that_counts_rows_is_told(self, name: str, rows: Any) -> None:
-        self.assertEqual(self.kind_of(COUNTED[name], rows), readings.UNKNOWN)
+        self.assertEqual(self.kind_of(COUNTED[name], rows), known.UNKNOWN)
 
     @parameterized.product(name=sorted(UNCOUNTED), rows=[4, None])
     def test_what_counts_none_is_read(self, name: str, rows: Any) -> None:
-        self.assertEqual(self.kind_of(UNCOUNTED[name], rows), readings.ROWS)
+        self.assertEqual(self.kind_of(UNCOUNTED[name], rows), known.ROWS)
 
     @parameterized.parameters(*VIEWS)
     def test_views_of_rows_are_read(self, name: str) -> None:
-        self.assertEqual(self.kind_of(VIEWS[name], 4), readings.ROWS)
+        self.assertEqual(self.kind_of(VIEWS[name], 4), known.ROWS)
 
 
 if __name__ == "__main__":

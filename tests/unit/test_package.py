@@ -319,11 +319,8 @@ class ImportTest(tf.test.TestCase):
                 self.assertFalse(found.startswith("."), f"{name}: {found}")
 
 
-# Lines of classes that are still too large. The numbers may only shrink.
-LARGE = {
-    "Reading": 470,
-    "Downpour": 410,
-}
+# Lines of classes that are still too large. There may only be fewer, of fewer lines.
+LARGE = {"Downpour": 410}
 LARGEST = 200
 # Names that two classes still have. There may only be fewer.
 TWICE = set("Call Header Kept Place State Step Wire Workers _Process _View".split())

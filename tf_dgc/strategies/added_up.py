@@ -12,7 +12,8 @@ import keras
 
 from tf_dgc import _host
 from tf_dgc._host.operations import Write
-from tf_dgc.strategies.readings import CONSTANT, NUMBER, Reading
+from tf_dgc.strategies.known import CONSTANT, NUMBER
+from tf_dgc.strategies.readings import Reading
 
 _SAME = {"Identity", "Cast", "EnsureShape", "Reshape"}
 _SUMS = {"AddV2", "Add", "AddN"}
@@ -63,7 +64,7 @@ def counters(
             continue
         added = [write.value] if write.adds else _added(write.value, write.handle)
         constants = [e for e in added or [] if reading.of(e).kind == CONSTANT]
-        if any(map(reading.counts, constants)):
+        if any(map(reading.shapes.counts, constants)):
             found.append(variable.name)
     return found
 
@@ -113,5 +114,5 @@ def _is_of_rows(tensor: Any, reading: Reading) -> bool:
     """Tell whether a number may be a sum over rows; what nobody can tell may be."""
     known = reading.of(tensor)
     if known.kind == CONSTANT:
-        return reading.may_count(tensor)
+        return reading.shapes.may_count(tensor)
     return known.kind != NUMBER or tensor.shape.rank != 0 or known.terms is not None

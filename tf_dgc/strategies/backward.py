@@ -9,8 +9,8 @@ from tf_dgc import _host
 from tf_dgc.strategies.current import Current, parts_of
 from tf_dgc.strategies.cuts import NotKnown
 from tf_dgc.strategies.early import Early
+from tf_dgc.strategies.known import ROWS
 from tf_dgc.strategies.losses import BY_ROWS, SUMMED, Losses
-from tf_dgc.strategies.readings import ROWS
 from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.cuts import NotKnown
-from tf_dgc.strategies.readings import CONSTANT, NUMBER
+from tf_dgc.strategies.known import CONSTANT, NUMBER
 from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.transports import Transport, handshake
 

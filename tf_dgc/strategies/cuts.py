@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import readings, row_axes
-from tf_dgc.strategies.readings import (
+from tf_dgc.strategies.known import (
     CONSTANT,
     COUNT,
     LARGEST,
@@ -16,6 +16,7 @@ from tf_dgc.strategies.readings import (
     ROW,
     ROWS,
     SMALLEST,
+    SPLITS,
     UNKNOWN,
 )
 
@@ -137,7 +138,7 @@ class Cuts:
                 inverse = tf.math.divide_no_nan(inverse, scale)
         found = widened(tensor)
         found = tf.reduce_sum(found) if known.kind == ROWS else found
-        if known.extent == readings.SPLITS:  # one more than rows, of all workers, too
+        if known.extent == SPLITS:  # one more than rows, of all workers, too
             found = found - 1.0 + 1.0 / self._size
         # There may be a mean of nothing.
         local = tf.math.multiply_no_nan(found, tf.cast(inverse, found.dtype))

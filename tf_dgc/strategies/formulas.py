@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies.cuts import Cuts
-from tf_dgc.strategies.readings import CONSTANT, COUNT, MEAN, ROWS
+from tf_dgc.strategies.known import CONSTANT, COUNT, MEAN, ROWS
 
 
 class Formula:

@@ -27,13 +27,7 @@ from tf_dgc import _host
 from tf_dgc.strategies import readings
 from tf_dgc.strategies.cuts import Cut, Cuts, widened
 from tf_dgc.strategies.formulas import Formula
-from tf_dgc.strategies.readings import (
-    CONSTANT,
-    MEAN,
-    NUMBER,
-    ROWS,
-    SUM,
-)
+from tf_dgc.strategies.known import CONSTANT, MEAN, NUMBER, ROWS, SUM
 from tf_dgc.strategies.totals import CutTotals
 
 # Ways in which gradients of workers become one: a mean by rows, or a sum.

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc.strategies.cuts import Cut, widened
-from tf_dgc.strategies.readings import LARGEST
+from tf_dgc.strategies.known import LARGEST
 
 
 class CutTotals:

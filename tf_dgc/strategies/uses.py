@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host, bands
-from tf_dgc.strategies.readings import CONSTANT, Reading
+from tf_dgc.strategies.known import CONSTANT
+from tf_dgc.strategies.readings import Reading
 
 # Operations of which a sum over workers may be taken before or after.
 _LINEAR = frozenset(
