@@ -31,7 +31,7 @@ import tensorflow as tf
 from tf_dgc.values import first_true, widened
 
 
-class Header(NamedTuple):
+class RoundHeader(NamedTuple):
     """Header of a round: what a worker tells the others at its start, or all of them.
 
     Each of shape [], float64; of all workers, [N].
@@ -56,7 +56,7 @@ class Header(NamedTuple):
 READ = "read0", "read1", "read2", "read3"  # fields of a header
 
 
-def reads(headers: Header) -> tf.Tensor:
+def reads(headers: RoundHeader) -> tf.Tensor:
     """Return the numbers of batches of workers that took as many steps as most.
 
     Of others zeros are told as those of the first worker that took as many.
@@ -71,17 +71,17 @@ def reads(headers: Header) -> tf.Tensor:
     return tf.cast(tf.where(most[:, tf.newaxis], found, first), tf.float32)
 
 
-def write(header: Header) -> tf.Tensor:
+def write(header: RoundHeader) -> tf.Tensor:
     """Return a header as a tensor, shape [14], float64."""
     return tf.stack([tf.cast(field, tf.float64) for field in header])
 
 
-def read(gathered: tf.Tensor) -> Header:
+def read(gathered: tf.Tensor) -> RoundHeader:
     """Return the headers of all workers, given in shape [N, 14]."""
-    return Header(*tf.unstack(gathered, len(Header._fields), axis=1))
+    return RoundHeader(*tf.unstack(gathered, len(RoundHeader._fields), axis=1))
 
 
-def damaged(headers: Header, parameters: int) -> tf.Tensor:
+def damaged(headers: RoundHeader, parameters: int) -> tf.Tensor:
     """Tell which workers' headers no worker writes: shape [N], bool.
 
     Args:
@@ -103,7 +103,7 @@ def count(moved: tf.Tensor) -> tf.Tensor:
     return tf.maximum(tf.reduce_sum(tf.cast(moved > 0, tf.float64)), 1.0)
 
 
-def divisor(headers: Header, rows: Any) -> tf.Tensor:
+def divisor(headers: RoundHeader, rows: Any) -> tf.Tensor:
     """Return by what a worker's change is divided, so that the sum is the mean.
 
     Args:
@@ -119,7 +119,7 @@ def divisor(headers: Header, rows: Any) -> tf.Tensor:
     return tf.where(known, total / tf.where(known, rows, 1.0), 1.0)
 
 
-def other_rate(headers: Header) -> tuple[tf.Tensor, tf.Tensor]:
+def other_rate(headers: RoundHeader) -> tuple[tf.Tensor, tf.Tensor]:
     """Find who took steps at another learning rate than the first of those that did.
 
     Returns:
@@ -168,7 +168,7 @@ def distance(own: Sequence[tf.Tensor], agreed: Sequence[tf.Tensor]) -> tf.Tensor
     return tf.linalg.global_norm(parts) if parts else tf.zeros([])
 
 
-def mean_loss(headers: Header) -> tf.Tensor:
+def mean_loss(headers: RoundHeader) -> tf.Tensor:
     """Return the mean loss of the workers that have moved: shape [], float64."""
     seen = tf.where(headers.moved > 0, headers.loss, 0.0)
     return tf.reduce_sum(seen) / count(headers.moved)

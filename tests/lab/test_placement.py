@@ -14,7 +14,7 @@ from absl.testing import parameterized
 
 from tf_dgc.exchanges import fused, inplace
 from tf_dgc.lab import kernels, placement
-from tf_dgc.lab.kernels import Place, audit
+from tf_dgc.lab.kernels import KernelPlace, audit
 
 # Between them all that is traced differently; the others are nightly.
 FAST = "dgc"
@@ -128,7 +128,7 @@ class AuditTest(tf.test.TestCase):
         operations = {place.operation for place in found.missing}
         self.assertEqual(operations, {"TopKV2", "Pad", "ArgMax", "AsString"})
         self.assertIn(
-            Place("ArgMax", "T=int32 Tidx=int32 output_type=int64"), found.missing
+            KernelPlace("ArgMax", "T=int32 Tidx=int32 output_type=int64"), found.missing
         )
         self.assertLen(placement.unwanted(found), 4)
 
@@ -189,7 +189,7 @@ class AuditTest(tf.test.TestCase):
                 return tf.sqrt(made) + tf.square(made) + tf.cast(size, tf.float32)
 
         waiting = audited(both, ([20], tf.float32)).waiting
-        self.assertEqual(waiting, {Place("Exp", "T=float32"): 1})
+        self.assertEqual(waiting, {KernelPlace("Exp", "T=float32"): 1})
 
     def test_a_function_that_copies_a_variable_is_told(self) -> None:
         with tf.device("CPU:0"):

@@ -409,7 +409,7 @@ class TamperingTest(parameterized.TestCase, tf.test.TestCase):
 
 class HeaderOfRoundTest(tf.test.TestCase):
     def test_is_refused_or_whole(self) -> None:
-        own = averaging.write(averaging.Header(0, 3, 4, 4, 0, 0, 0.5, 0.1)).numpy()
+        own = averaging.write(averaging.RoundHeader(0, 3, 4, 4, 0, 0, 0.5, 0.1)).numpy()
         random, refused, step = np.random.default_rng(0), 0, tf.Variable(0)
         for _ in range(inputs(300)):
             octets = mutated(random, own.tobytes(), random.bytes(own.nbytes))

@@ -7,8 +7,8 @@ from absl.testing import parameterized
 from tf_dgc import averaging
 
 
-def header(**fields: float) -> averaging.Header:
-    start = averaging.Header(0, 0, 0, 0, 0, 0, np.nan)
+def header(**fields: float) -> averaging.RoundHeader:
+    start = averaging.RoundHeader(0, 0, 0, 0, 0, 0, np.nan)
     return start._replace(**fields)
 
 

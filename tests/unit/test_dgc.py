@@ -21,7 +21,7 @@ from tf_dgc.compression import dgc
 from tf_dgc.compression import message as packing
 from tf_dgc.compression import selection as sparsify
 from tf_dgc.compression.arena import Layout
-from tf_dgc.compression.dgc import Momentum, Selection, State
+from tf_dgc.compression.dgc import ArenaState, Momentum, Selection
 from tf_dgc.config import VALUE_DTYPES, DGCConfig
 from tf_dgc.exchanges import Compressed, Place, applied, inplace
 from tf_dgc.exchanges.figures import Clock
@@ -56,9 +56,9 @@ def random_arena(layout: Layout, random: np.random.Generator) -> tf.Tensor:
     return layout_lib.flatten(layout, [tf.constant(t, tf.float32) for t in tensors])
 
 
-def random_state(layout: Layout, seed: int) -> State:
+def random_state(layout: Layout, seed: int) -> ArenaState:
     random = np.random.default_rng(seed)
-    return State(random_arena(layout, random), random_arena(layout, random))
+    return ArenaState(random_arena(layout, random), random_arena(layout, random))
 
 
 def clip(gradients: list, clip_norm: float, workers: int) -> list:
@@ -67,14 +67,18 @@ def clip(gradients: list, clip_norm: float, workers: int) -> list:
 
 
 def select(
-    state: State, layout: Layout, sparsity: float, config: DGCConfig, step: tf.Tensor
+    state: ArenaState,
+    layout: Layout,
+    sparsity: float,
+    config: DGCConfig,
+    step: tf.Tensor,
 ) -> Selection:
     peaks = sparsify.peaks(state.residual)
     plan = sparsify.plan(layout, sparsity, config.sample_fraction)
     return dgc.select(state.residual, peaks, layout, plan, config, step)
 
 
-def stored(layout: Layout, state: State, masking: bool = True) -> Residual:
+def stored(layout: Layout, state: ArenaState, masking: bool = True) -> Residual:
     """Put a state into the variables of an exchange."""
     forms = [tf.Variable(tf.zeros(s.shape), name=s.name) for s in layout.segments]
     place = Place(LocalTransport(), 0, forms, lambda: None, Clock(), 0)
@@ -87,9 +91,9 @@ def stored(layout: Layout, state: State, masking: bool = True) -> Residual:
     return found
 
 
-def read(state: Residual) -> State:
+def read(state: Residual) -> ArenaState:
     velocity = None if state.u is None else tf.identity(state.u)
-    return State(velocity, tf.identity(state.v))
+    return ArenaState(velocity, tf.identity(state.v))
 
 
 def numbers(layout: Layout, selection: Selection, value_dtype: str) -> tf.Tensor:
@@ -103,18 +107,18 @@ def numbers(layout: Layout, selection: Selection, value_dtype: str) -> tf.Tensor
 
 def keep(
     layout: Layout,
-    state: State,
+    state: ArenaState,
     selection: Selection,
     masking: bool,
     value_dtype: str = "float32",
-) -> State:
+) -> ArenaState:
     variables = stored(layout, state, masking)
     sent = numbers(layout, selection, value_dtype)
     variables.keep(Sparse(selection.positions[tf.newaxis], sent[tf.newaxis]))
     return read(variables)
 
 
-def keep_nothing(layout: Layout, state: State) -> State:
+def keep_nothing(layout: Layout, state: ArenaState) -> ArenaState:
     variables = stored(layout, state)
     variables.clear()
     return read(variables)
@@ -184,7 +188,7 @@ class AccumulateTest(tf.test.TestCase):
             self.assertAllEqual(after.residual, expected_v)
 
     def test_without_a_velocity_gradients_add_up(self) -> None:
-        state = State(None, tf.constant([1.0, 2.0]))
+        state = ArenaState(None, tf.constant([1.0, 2.0]))
         for momentum in MOMENTA.values():
             after = dgc.accumulate(state, tf.constant([0.5, 0.5]), momentum)
             self.assertIsNone(after.velocity)
@@ -198,10 +202,10 @@ class InPlaceTest(tf.test.TestCase):
         for seed, momentum in enumerate(MOMENTA.values()):
             state = random_state(layout, seed)
             g = random_arena(layout, np.random.default_rng(seed + 1))
-            for before in (state, State(None, state.residual)):
+            for before in (state, ArenaState(None, state.residual)):
                 expected = dgc.accumulate(before, 0.25 * g, momentum)
                 variables = stored(layout, before)
-                own = State(variables.u, variables.v)
+                own = ArenaState(variables.u, variables.v)
                 args = g, momentum, tf.constant(0.25)
                 inplace.update("", dgc.accumulate, own, *args)
                 peaks = inplace.call("", sparsify.peaks, variables.v)
@@ -323,7 +327,7 @@ class KeepTest(tf.test.TestCase):
 
     def test_works_without_a_velocity(self) -> None:
         layout = layout_of((3, 4))
-        state = State(None, random_state(layout, 1).residual)
+        state = ArenaState(None, random_state(layout, 1).residual)
         selection = select(state, layout, 0.5, DGCConfig.paper(), STEP)
         self.assertIsNone(keep(layout, state, selection, True).velocity)
         self.assertIsNone(keep_nothing(layout, state).velocity)
@@ -335,7 +339,7 @@ class SelectTest(tf.test.TestCase):
         residual = tf.pad(tf.constant([1e6, -7e4, 65519.0, 3.4e38]), [[0, 124]])
         for value_dtype in ("float16", "bfloat16"):
             config = DGCConfig.paper(value_dtype=value_dtype)
-            found = select(State(None, residual), layout, 0.0, config, STEP)
+            found = select(ArenaState(None, residual), layout, 0.0, config, STEP)
             self.assertLen(found.values, 4)
             self.assertAllEqual(
                 np.isfinite(tf.cast(found.values, tf.float32)), [True] * 4
@@ -364,7 +368,7 @@ class SelectTest(tf.test.TestCase):
     def test_sparsity_zero_selects_everything(self) -> None:
         for shape in ((8, 16), (128, 100)):
             layout = layout_of(shape)
-            state = State(None, tf.random.stateless_normal([layout.size], [1, 2]))
+            state = ArenaState(None, tf.random.stateless_normal([layout.size], [1, 2]))
             for step in (0, 1, 25):
                 found = select(
                     state, layout, 0.0, DGCConfig.paper(), tf.constant(step, tf.int64)
@@ -385,7 +389,7 @@ class SparsityZeroTest(parameterized.TestCase, tf.test.TestCase):
     def by_pure_functions(self, momentum: Momentum | None, masking: bool) -> list:
         layout = layout_of((8, 16))
         zeros = tf.zeros([layout.size])
-        state, found = State(zeros, zeros), []
+        state, found = ArenaState(zeros, zeros), []
         for step, gradient in enumerate(self.gradients()):
             arena = layout_lib.flatten(layout, [gradient])
             state = dgc.accumulate(state, arena, momentum)
@@ -503,7 +507,7 @@ class FairnessTest(tf.test.TestCase):
     def test_selection_never_prefers_a_position(self) -> None:
         # Equal magnitudes: every element passes its tensor's threshold, by as much.
         layout = layout_of((20, 100), (20, 100), (20, 100))
-        state = State(None, tf.zeros([layout.size]))
+        state = ArenaState(None, tf.zeros([layout.size]))
         sent = np.zeros(layout.size)
         gradient = layout_lib.flatten(layout, [tf.ones([20, 100])] * 3)
         for step in range(30):

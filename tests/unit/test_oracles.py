@@ -175,7 +175,7 @@ class ServiceTest(unittest.TestCase):
         super().setUp()
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.place = groups.Place(address, 0, 1)
+        self.place = groups.GroupPlace(address, 0, 1)
         self.enterContext(mock.patch.dict(os.environ, TF_DGC_LAUNCH="secret"))
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         tuner = types.SimpleNamespace(
@@ -220,7 +220,7 @@ class ServiceTest(unittest.TestCase):
             mock.patch.dict(os.environ, TF_DGC_TIMEOUT="0.3"),
             self.assertRaisesRegex(TimeoutError, "127.0.0.1:9, has not come within"),
         ):
-            groups.Client(groups.Place("127.0.0.1:9", 0, 1), 0)
+            groups.Client(groups.GroupPlace("127.0.0.1:9", 0, 1), 0)
 
     def test_a_connection_that_ends_is_a_group_that_has_ended(self) -> None:
         client = self.client()

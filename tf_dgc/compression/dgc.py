@@ -48,7 +48,7 @@ class Momentum(NamedTuple):
     slots: Sequence[Any] = ()  # of each variable, what SGD has kept so far; or none
 
 
-class State(NamedTuple):
+class ArenaState(NamedTuple):
     """State of a worker that is kept from step to step."""
 
     velocity: tf.Tensor | None  # u, shape [P], float32; None without momentum
@@ -112,11 +112,11 @@ def fall(rate: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
 
 
 def accumulate(
-    state: State,
+    state: ArenaState,
     gradient: tf.Tensor,
     momentum: Momentum | None,
     scale: tf.Tensor | float = 1.0,
-) -> State:
+) -> ArenaState:
     """Add a local gradient, with momentum correction where there is momentum.
 
     Args:
@@ -131,18 +131,18 @@ def accumulate(
     u, v = state
     gradient = tf.convert_to_tensor(scale)[..., tf.newaxis] * gradient
     if momentum is None:
-        return State(u, v + gradient)
+        return ArenaState(u, v + gradient)
     gradient = tf.cast(momentum.learning_rate, tf.float32) * gradient
     if u is None:
-        return State(u, v + gradient)
+        return ArenaState(u, v + gradient)
     if momentum.nesterov:
         u = momentum.factor * (u + gradient)
-        return State(u, v + u + gradient)
+        return ArenaState(u, v + u + gradient)
     u = momentum.factor * u + gradient
-    return State(u, v + u)
+    return ArenaState(u, v + u)
 
 
-def keep(state: State, where: tf.Tensor, sent: tf.Tensor) -> State:
+def keep(state: ArenaState, where: tf.Tensor, sent: tf.Tensor) -> ArenaState:
     """Take what was sent out of v, and clear u there: sent + kept = accumulated.
 
     Args:
@@ -155,7 +155,7 @@ def keep(state: State, where: tf.Tensor, sent: tf.Tensor) -> State:
     u, v = state
     if u is not None:
         u = tf.tensor_scatter_nd_update(u, where, tf.zeros_like(sent))
-    return State(u, tf.tensor_scatter_nd_sub(v, where, sent))
+    return ArenaState(u, tf.tensor_scatter_nd_sub(v, where, sent))
 
 
 def select(

@@ -68,7 +68,7 @@ class ServerStats(NamedTuple):
     dropped: tf.Tensor
 
 
-class Kept(NamedTuple):
+class KeptSlot(NamedTuple):
     """Slots of an optimizer, to be moved to the servers.
 
     Attributes:
@@ -85,7 +85,7 @@ class Kept(NamedTuple):
 class Trained(NamedTuple):
     """Record of an optimizer, and of what it trains, before its first step."""
 
-    kept: Sequence[Kept]
+    kept: Sequence[KeptSlot]
     whole: Sequence[bool]  # which of the T variables must not be cut
     others: Sequence[Any]  # variables of layers, trained by others or by nobody
     steps: tf.Variable  # counts steps, which schedules and corrections follow
@@ -338,7 +338,7 @@ class Downpour(Served):
         backups = self.config.backup_workers
         return Together(self.name, self._servers, self._members, twins, backups)
 
-    def _beside(self, name: str, kept: Kept) -> Any:
+    def _beside(self, name: str, kept: KeptSlot) -> Any:
         twin = None if kept.beside is None else self.twins.of(kept.beside)
         if isinstance(kept.value, Table):
             return kept.value

@@ -14,7 +14,7 @@ from tf_dgc.exchanges.rounds import Training
 from tf_dgc.transports import sums
 
 NONE = -1  # no round is in flight
-_QUIET = averaging.Header(*[0.0] * len(averaging.Header._fields))
+_QUIET = averaging.RoundHeader(*[0.0] * len(averaging.RoundHeader._fields))
 
 
 class FlightState:
@@ -91,6 +91,6 @@ class FlightState:
         return flies
 
 
-def _quiet() -> averaging.Header:
+def _quiet() -> averaging.RoundHeader:
     """Return a header of which nobody minds anything."""
     return _QUIET._replace(loss=float("nan"), rate=float("nan"))

@@ -85,7 +85,7 @@ class Flights(Rounds):
         self._land()
         return bool(self._state.applies > 0)
 
-    def _settle_statistics(self, headers: averaging.Header) -> None:
+    def _settle_statistics(self, headers: averaging.RoundHeader) -> None:
         own = self._training
         self._channel.wait()
         traffic = own.assign_means(own.averaged, own.parts(headers))
@@ -134,7 +134,7 @@ class Flights(Rounds):
         transport, told = own.place.transport, self._state.told.read_value()
         gathered = transport.all_gather(told, f"{own.place.name}.round")
         headers = averaging.read(gathered)
-        header = averaging.Header(*tf.unstack(told))
+        header = averaging.RoundHeader(*tf.unstack(told))
         with tf.device("CPU:0"):
             sound = rounds.agree(headers, len(own.variables))
             moved = sound & tf.reduce_any(headers.moved > 0)
@@ -149,7 +149,7 @@ class Flights(Rounds):
         self._state.traffic.assign(traffic + rounds.header_traffic(transport))
 
     def _exchange(
-        self, header: averaging.Header, headers: averaging.Header
+        self, header: averaging.RoundHeader, headers: averaging.RoundHeader
     ) -> tf.Tensor:
         own = self._training
         own.replicas.compare(own.anchor.values, tf.reduce_max(headers.moved))

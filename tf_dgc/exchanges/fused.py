@@ -192,7 +192,7 @@ def _parted(vector: tf.Tensor, *, shapes: Sequence[tf.TensorShape]) -> list[tf.T
     return [tf.reshape(*each) for each in zip(parts, shapes, strict=True)]
 
 
-class State(NamedTuple):
+class FusedArenas(NamedTuple):
     """Variables that 2 changes."""
 
     u: tf.Variable | None
@@ -251,7 +251,7 @@ class FusedSum(sums.GatherSum):
             tf.errors.InvalidArgumentError: a message is damaged, or not of this step.
         """
         wire, residual, form = self.wire, self._residual, self._form
-        state, device = State(residual.u, residual.v, None), residual.device
+        state, device = FusedArenas(residual.u, residual.v, None), residual.device
         gradient, momentum, scale = self._mode.gain(share)
         rate = None
         if share.taken_over is not None:
@@ -279,7 +279,7 @@ class FusedSum(sums.GatherSum):
 
 
 def _sent(
-    state: State,
+    state: FusedArenas,
     gradient: tf.Tensor,
     momentum: dgc.Momentum | None,
     scale: tf.Tensor,
@@ -292,7 +292,7 @@ def _sent(
     sample: tuple[float, float],
     value_type: str,
     falls: bool,
-) -> tuple[State, tf.Tensor]:
+) -> tuple[FusedArenas, tf.Tensor]:
     """Accumulate, select, write; the message as float32, which GPUs leave in place."""
     u, v, rates = state
     if rates is not None and rate is not None:
@@ -301,10 +301,10 @@ def _sent(
             by = tf.gather(dgc.fall(rate, rates), owner)[:, tf.newaxis]
             v = tf.reshape(by * tf.reshape(v, [-1, BLOCK]), v.shape)
         rates = tf.where(rate > 0, rate, rates)
-    u, v = dgc.accumulate(dgc.State(u, v), gradient, momentum, scale)
+    u, v = dgc.accumulate(dgc.ArenaState(u, v), gradient, momentum, scale)
     plan = selection.plan(layout, *sample)
     words = fixed.send(v, layout, plan, known, form, value_type, step)
-    return State(u, v, rates), tf.bitcast(words, tf.float32)
+    return FusedArenas(u, v, rates), tf.bitcast(words, tf.float32)
 
 
 def _taken(
@@ -327,7 +327,7 @@ def _taken(
     sound = sums.is_sound(faults, marks)
     total = Sparse(tf.where(sound, found.positions, layout.size), found.values)
     positions, values = total.positions[rank], total.values[rank]
-    state = dgc.State(rest.u, rest.v)
+    state = dgc.ArenaState(rest.u, rest.v)
     u, v = dgc.keep(state, positions[:, tf.newaxis], values)
     bounds = tf.constant([segment.offset for segment in layout.segments], tf.int64)
     ends = fixed.first_above(positions, tf.concat([bounds, [layout.size]], 0) - 1)

@@ -191,7 +191,9 @@ def gradients(
     return all_scaled(summed, scale), part
 
 
-def told_of_site(transport: Transport, header: averaging.Header) -> averaging.Header:
+def told_of_site(
+    transport: Transport, header: averaging.RoundHeader
+) -> averaging.RoundHeader:
     """Return what the workers of a site tell other sites, which all of them have then.
 
     Args:

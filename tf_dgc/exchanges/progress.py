@@ -122,15 +122,15 @@ class PeriodProgress:
 
     def header(
         self, account: int, nonfinite: tf.Tensor, done: bool
-    ) -> averaging.Header:
+    ) -> averaging.RoundHeader:
         """Return what this worker tells at the start of a round.
 
         Args:
             account: whose parameters.
-            nonfinite: of the parameters, see `averaging.Header`.
+            nonfinite: of the parameters, see `averaging.RoundHeader`.
             done: whether it has come to the end of its data.
         """
-        header = averaging.Header(
+        header = averaging.RoundHeader(
             account,
             self.rounds,
             self.moved,
@@ -146,7 +146,7 @@ class PeriodProgress:
             header = header._replace(stops=self._ballot.own.read_value())
         return header
 
-    def hear(self, headers: averaging.Header) -> None:
+    def hear(self, headers: averaging.RoundHeader) -> None:
         """Take in the votes of all workers."""
         if self._ballot is not None:
             self._ballot.last.assign(tf.cast(headers.stops, tf.float32))

@@ -278,7 +278,7 @@ class Residual(Keeping):
     ) -> None:
         """Accumulate; see `dgc.accumulate`."""
         momentum = bare(momentum)
-        state = dgc.State(self.u, self.v)
+        state = dgc.ArenaState(self.u, self.v)
         inplace.update(self.device, dgc.accumulate, state, gradient, momentum, scale)
 
     def read(self) -> tf.Tensor:
@@ -307,7 +307,7 @@ class Residual(Keeping):
             number = number[:, tf.newaxis, tf.newaxis] + tf.zeros_like(where)
             where = tf.concat([number, where], axis=-1)
         where = tf.reshape(where, [-1, where.shape[-1]])
-        state = dgc.State(self.u if self.config.momentum_masking else None, self.v)
+        state = dgc.ArenaState(self.u if self.config.momentum_masking else None, self.v)
         sent = tf.reshape(used.values, [-1])
         inplace.update(self.device, dgc.keep, state, where, sent)
         self.coverage.record(used.positions[0])

@@ -21,7 +21,7 @@ from tf_dgc.transports import sums
 from tf_dgc.transports.base import Transport
 from tf_dgc.transports.mesh import Sites
 
-HEADER_BYTES = 8 * len(averaging.Header._fields)
+HEADER_BYTES = 8 * len(averaging.RoundHeader._fields)
 
 
 class Companions(NamedTuple):
@@ -59,18 +59,18 @@ class Training(NamedTuple):
         told = self.progress.header(self.place.number, nonfinite, done)
         return averaging.write(nodes.told_of_site(self.place.transport, told))
 
-    def checked(self, headers: averaging.Header) -> averaging.Header:
+    def checked(self, headers: averaging.RoundHeader) -> averaging.RoundHeader:
         """Return what all tell, which fails where they cannot go on together."""
         names = [v.name for v in self.variables]
         refused = _refuse(headers, self.progress.taken, names)
         with tf.control_dependencies(refused):
-            headers = averaging.Header(*[tf.identity(field) for field in headers])
+            headers = averaging.RoundHeader(*[tf.identity(field) for field in headers])
         reads = averaging.reads(headers)
         alike = refuse_other_data(reads, self.progress.components)
         with tf.control_dependencies([alike]):
-            return averaging.Header(*[tf.identity(field) for field in headers])
+            return averaging.RoundHeader(*[tf.identity(field) for field in headers])
 
-    def parts(self, headers: averaging.Header) -> list[tf.Tensor]:
+    def parts(self, headers: averaging.RoundHeader) -> list[tf.Tensor]:
         """Return this worker's part of the mean of what is averaged, or its site's."""
         transport, count = self.place.transport, averaging.count(headers.unsettled)
         if isinstance(transport, Sites):
@@ -160,7 +160,7 @@ class RoundsAtOnce(Rounds):
             averaged |= moved
         return averaged
 
-    def _meet(self, done: bool) -> averaging.Header:
+    def _meet(self, done: bool) -> averaging.RoundHeader:
         """Exchange headers; raise where the workers cannot go on together.
 
         Args:
@@ -174,7 +174,7 @@ class RoundsAtOnce(Rounds):
         own.progress.hear(headers)
         return headers
 
-    def _average(self, headers: averaging.Header, parameters: bool) -> None:
+    def _average(self, headers: averaging.RoundHeader, parameters: bool) -> None:
         """Average statistics and, if told so, parameters; the next period begins."""
         own, progress = self._training, self._training.progress
         before = [v.read_value() for v in own.variables] if parameters else []
@@ -204,7 +204,7 @@ class RoundsAtOnce(Rounds):
             own.replicas.compare(agreed, tf.reduce_max(headers.moved))
 
 
-def agree(headers: averaging.Header, parameters: int) -> tf.Tensor:
+def agree(headers: averaging.RoundHeader, parameters: int) -> tf.Tensor:
     """Tell whether workers can go on together: shape [], bool.
 
     Args:
@@ -221,7 +221,7 @@ def agree(headers: averaging.Header, parameters: int) -> tf.Tensor:
     )
 
 
-def _refuse(headers: averaging.Header, step: Any, names: list[str]) -> list[Any]:
+def _refuse(headers: averaging.RoundHeader, step: Any, names: list[str]) -> list[Any]:
     """Raise InvalidArgumentError where workers differ, or one has numbers no more."""
     damaged = averaging.damaged(headers, len(names))
     bad = tf.clip_by_value(tf.cast(headers.nonfinite, tf.int32), 0, len(names))

@@ -151,7 +151,7 @@ class Selecting:
         layout, (velocity,) = self._dense.layout, self._dense.variables
         gradient = arena.flatten(layout, [gradients[i] for i in self._small])
         before = None if velocity is None else velocity.read_value()
-        state = dgc.State(before, tf.zeros_like(gradient))
+        state = dgc.ArenaState(before, tf.zeros_like(gradient))
         after, step = dgc.accumulate(state, gradient, momentum)
         if velocity is not None:
             velocity.assign(after)

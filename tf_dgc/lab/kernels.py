@@ -44,7 +44,7 @@ _FREE = _OF_VARIABLES | frozenset(
 _REFUSED = {"CollectiveReduceV2": (tf.int32.as_datatype_enum,)}
 
 
-class Place(NamedTuple):
+class KernelPlace(NamedTuple):
     """An operation, as far as it decides where it runs."""
 
     operation: str
@@ -61,11 +61,11 @@ class Audit(NamedTuple):
     operations: int  # outside of what XLA compiles
     compiled: int  # functions that XLA compiles
     launched: int  # operations and functions for which the host makes the GPU work
-    missing: Mapping[Place, int]  # have no GPU kernel
-    copied: Mapping[Place, int]  # have one that wants large tensors on the host
-    pinned: Mapping[Place, int]  # are on the host as the program says
-    carried: Mapping[Place, int]  # of these, what reads or writes large tensors
-    waiting: Mapping[Place, int]  # what the host waits for, or what makes it
+    missing: Mapping[KernelPlace, int]  # have no GPU kernel
+    copied: Mapping[KernelPlace, int]  # have one that wants large tensors on the host
+    pinned: Mapping[KernelPlace, int]  # are on the host as the program says
+    carried: Mapping[KernelPlace, int]  # of these, what reads or writes large tensors
+    waiting: Mapping[KernelPlace, int]  # what the host waits for, or what makes it
 
 
 def audit(function: Any, large: int) -> Audit:
@@ -85,7 +85,7 @@ def audit(function: Any, large: int) -> Audit:
             compiled += 1
             continue
         for node in body.nodes.values():
-            place = Place(node.op, _types(node))
+            place = KernelPlace(node.op, _types(node))
             operations += node.op not in STRUCTURE
             kind = _kind(body, node, large)
             found[kind][place] += 1
@@ -97,7 +97,7 @@ def audit(function: Any, large: int) -> Audit:
         if not body.seldom:
             launched += sum(map(body.is_launched, body.nodes.values()))
             for node in body.fetched():
-                found["waiting"][Place(node.op, _types(node))] += 1
+                found["waiting"][KernelPlace(node.op, _types(node))] += 1
     counts = operations, compiled, launched
     kinds = Audit._fields[len(counts) :]
     return Audit(*counts, *(dict(found[kind]) for kind in kinds))

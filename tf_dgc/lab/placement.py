@@ -27,7 +27,7 @@ from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import fused, inplace
 from tf_dgc.horovod.optimizer import DistributedOptimizer
 from tf_dgc.horovod.tape import DistributedGradientTape
-from tf_dgc.lab.kernels import Audit, Place, audit
+from tf_dgc.lab.kernels import Audit, KernelPlace, audit
 from tf_dgc.layers import split_dense
 from tf_dgc.strategies import (
     BaseStrategy,
@@ -62,7 +62,7 @@ OF_EMBEDDINGS: Mapping[str, str] = {
 }
 
 
-class Wire(base.Transport):
+class PlacedWire(base.Transport):
     """One of two workers on GPUs; in graphs the collectives of TensorFlow.
 
     Such graphs are looked at, not run. Eagerly the other worker has the same tensors.
@@ -123,7 +123,7 @@ class Wire(base.Transport):
 class Nodes(HierarchicalTransport):
     """Two nodes of two such workers each, seen by the first of them."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: PlacedWire) -> None:
         """Let all that a worker may do be done over the same wire."""
         self._everybody = self._within = self._between = wire
         self.rank, self.size, self.device = wire.rank, wire.size, wire.device
@@ -135,18 +135,18 @@ class Nodes(HierarchicalTransport):
 Run = Callable[[tf.Tensor, tf.Tensor], Any]
 
 
-class Step(NamedTuple):
+class PlacedStep(NamedTuple):
     """A training step: of which front end, with which optimizer."""
 
     # Makes what trains a model: make(wire, build) -> the step.
-    make: Callable[[Wire, Callable[[], keras.Model]], Run]
+    make: Callable[[PlacedWire, Callable[[], keras.Model]], Run]
     optimizer: Callable[[], keras.optimizers.Optimizer]
     embedding: bool = False  # whether gradients are those of rows
     split: bool = False  # whether dense layers are
 
 
-def _by(strategy_on: Callable[[Wire], BaseStrategy]) -> Callable[..., Run]:
-    def make(wire: Wire, build: Callable[[], keras.Model]) -> Run:
+def _by(strategy_on: Callable[[PlacedWire], BaseStrategy]) -> Callable[..., Run]:
+    def make(wire: PlacedWire, build: Callable[[], keras.Model]) -> Run:
         strategy = strategy_on(wire)
         with strategy.scope():
             model = build()
@@ -155,12 +155,12 @@ def _by(strategy_on: Callable[[Wire], BaseStrategy]) -> Callable[..., Run]:
     return make
 
 
-def _alone(_: Wire, build: Callable[[], keras.Model]) -> Run:
+def _alone(_: PlacedWire, build: Callable[[], keras.Model]) -> Run:
     model = build()
     return lambda x, y: model.train_step((x, y))
 
 
-def _by_optimizer(wire: Wire, build: Callable[[], keras.Model]) -> Run:
+def _by_optimizer(wire: PlacedWire, build: Callable[[], keras.Model]) -> Run:
     model = build()
     DistributedOptimizer(model.optimizer, _COMPRESSION, over=wire)
     return lambda x, y: model.train_step((x, y))
@@ -200,40 +200,40 @@ def _scaled() -> keras.optimizers.Optimizer:
     return keras.optimizers.LossScaleOptimizer(_sgd())
 
 
-STEPS: Mapping[str, Step] = {
-    "plain": Step(_alone, _sgd),
-    "dense": Step(_dense, _adam),
-    "dense_embedding": Step(_dense, _sgd, True),
-    "dense_scaled": Step(_dense, _scaled),
-    "dense_split": Step(_dense, _adam, split=True),
-    "dgc": Step(_dgc(clip_norm=1.0), _sgd),
-    "dgc_nesterov": Step(
+STEPS: Mapping[str, PlacedStep] = {
+    "plain": PlacedStep(_alone, _sgd),
+    "dense": PlacedStep(_dense, _adam),
+    "dense_embedding": PlacedStep(_dense, _sgd, True),
+    "dense_scaled": PlacedStep(_dense, _scaled),
+    "dense_split": PlacedStep(_dense, _adam, split=True),
+    "dgc": PlacedStep(_dgc(clip_norm=1.0), _sgd),
+    "dgc_nesterov": PlacedStep(
         _dgc(momentum_masking=False), functools.partial(_sgd, nesterov=True)
     ),
-    "dgc_adam": Step(_dgc(nonfinite="skip"), _adam),
-    "dgc_gradients": Step(_dgc(momentum_correction=False), _adam),
-    "dgc_embedding": Step(_dgc(), _sgd, True),
+    "dgc_adam": PlacedStep(_dgc(nonfinite="skip"), _adam),
+    "dgc_gradients": PlacedStep(_dgc(momentum_correction=False), _adam),
+    "dgc_embedding": PlacedStep(_dgc(), _sgd, True),
     # The last is exchanged densely, and longer positions go with fewer elements.
-    "dgc_warmup": Step(
+    "dgc_warmup": PlacedStep(
         _dgc(warmup_steps=4, warmup_stages=(0.25, 0.9), sparsity=0.9999), _sgd
     ),
-    "dgc_float16": Step(_dgc(value_dtype="float16"), _sgd),
-    "dgc_bfloat16": Step(_dgc(value_dtype="bfloat16"), _sgd),
-    "dgc_sign": Step(_dgc(value_dtype="sign"), _sgd),
-    "dgc_log4": Step(_dgc(value_dtype="log4"), _adam),
-    "averaging": Step(_averaging(synchronous_steps=2), _adam),
-    "averaging_adaptive": Step(_averaging(period="adaptive"), _sgd),
-    "averaging_outer": Step(
+    "dgc_float16": PlacedStep(_dgc(value_dtype="float16"), _sgd),
+    "dgc_bfloat16": PlacedStep(_dgc(value_dtype="bfloat16"), _sgd),
+    "dgc_sign": PlacedStep(_dgc(value_dtype="sign"), _sgd),
+    "dgc_log4": PlacedStep(_dgc(value_dtype="log4"), _adam),
+    "averaging": PlacedStep(_averaging(synchronous_steps=2), _adam),
+    "averaging_adaptive": PlacedStep(_averaging(period="adaptive"), _sgd),
+    "averaging_outer": PlacedStep(
         _averaging(outer_optimizer=functools.partial(_sgd, nesterov=True)), _adam
     ),
-    "averaging_compressed": Step(_averaging(compression=_COMPRESSION), _adam),
-    "horovod": Step(_by_optimizer, _sgd),
-    "horovod_tape": Step(_by_tape, _adam),
-    "horovod_nodes": Step(lambda wire, build: _by_tape(Nodes(wire), build), _sgd),
+    "averaging_compressed": PlacedStep(_averaging(compression=_COMPRESSION), _adam),
+    "horovod": PlacedStep(_by_optimizer, _sgd),
+    "horovod_tape": PlacedStep(_by_tape, _adam),
+    "horovod_nodes": PlacedStep(lambda wire, build: _by_tape(Nodes(wire), build), _sgd),
 }
 
 
-def trace(step: Step) -> Any:
+def trace(step: PlacedStep) -> Any:
     """Return a training step of a small model as a concrete function, not run."""
 
     def build() -> keras.Model:
@@ -248,7 +248,7 @@ def trace(step: Step) -> Any:
         model.optimizer.build(model.trainable_variables)
         return model
 
-    own = step.make(Wire(), build)
+    own = step.make(PlacedWire(), build)
     columns, dtype = (8, tf.int64) if step.embedding else (_INPUTS, tf.float32)
 
     @tf.function(autograph=False)
@@ -268,7 +268,7 @@ def unwanted(found: Audit, embedding: bool = False) -> list[str]:
         embedding: whether it is one with embeddings.
     """
     rows = OF_EMBEDDINGS if embedding else {}
-    lists: Sequence[tuple[str, Mapping[Place, int], Mapping[str, str]]] = (
+    lists: Sequence[tuple[str, Mapping[KernelPlace, int], Mapping[str, str]]] = (
         ("has no GPU kernel", found.missing, {}),
         ("takes or leaves large tensors on the host", found.copied, rows),
         (

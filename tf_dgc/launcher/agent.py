@@ -26,7 +26,7 @@ from tf_dgc.launcher.workers import (
     CannotStart,
     Command,
     NotThere,
-    Workers,
+    WorkerProcesses,
     free_ports,
 )
 
@@ -34,7 +34,7 @@ HELLO = b"tf_dgc.agent 5\n"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _View:
+class _AgentView:
     """Tells the launcher what workers print; the frame's kind is `STREAM:NAME`."""
 
     def __init__(self, terminal: Sequence[Any] | None, chief: str) -> None:
@@ -138,11 +138,11 @@ def _serve(orders: _Orders, received: list[int]) -> None:
     try:
         command = Command(*order["command"])
         command.require()
-        workers = Workers(
+        workers = WorkerProcesses(
             command.words,
             order["environments"],
             names=order["names"],
-            view=_View(order["terminal"], order["chief"]),
+            view=_AgentView(order["terminal"], order["chief"]),
         )
     except CannotStart as error:
         _tell("refused", [str(error), isinstance(error, NotThere)])
@@ -160,7 +160,7 @@ def _serve(orders: _Orders, received: list[int]) -> None:
 
 
 def _watch(
-    workers: Workers, orders: _Orders, received: list[int], silence: float
+    workers: WorkerProcesses, orders: _Orders, received: list[int], silence: float
 ) -> bool:
     """Pass orders on, until the last, and tell of workers that end.
 
@@ -186,7 +186,7 @@ def _watch(
     return True
 
 
-def _ends(workers: Workers) -> list[tuple[int, int | None]]:
+def _ends(workers: WorkerProcesses) -> list[tuple[int, int | None]]:
     """Return for each worker how often it was started again, and its exit code."""
     return list(zip(workers.starts, workers.exit_codes(), strict=True))
 

@@ -14,7 +14,7 @@ _STEADY_SECONDS = 600.0
 
 
 class Group(Protocol):
-    """Tasks that run, workers before servers: `Workers` of this machine, or `Hosts`."""
+    """Tasks that run, workers before servers: `WorkerProcesses` here, or `Hosts`."""
 
     def exit_codes(self) -> list[int | None]:
         """Return the exit code of each task, None where it still runs."""

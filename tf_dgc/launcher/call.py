@@ -15,10 +15,10 @@ import time
 import traceback
 from typing import Any, NamedTuple
 
-CALL = "call"  # file of a `Call`
+CALL = "call"  # file of a `FunctionCall`
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A function that all workers call, with its arguments."""
 
     function: Any
@@ -74,7 +74,7 @@ def main(folder: pathlib.Path) -> None:
     cloudpickle = importlib.import_module("cloudpickle")
     path, todo = pickle.loads((folder / CALL).read_bytes())
     sys.path += [each for each in path if each not in sys.path]
-    call = Call(*cloudpickle.loads(todo))
+    call = FunctionCall(*cloudpickle.loads(todo))
     script = importlib.import_module("tf_dgc.launcher.script")
     settings = importlib.import_module("tf_dgc.launcher.settings")
     try:

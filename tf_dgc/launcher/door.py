@@ -22,7 +22,7 @@ from tf_dgc.launcher.workers import (
     POLL_SECONDS,
     CannotStart,
     NotThere,
-    Workers,
+    WorkerProcesses,
     free_ports,
 )
 from tf_dgc.version import __version__
@@ -185,7 +185,7 @@ class GuestSeat:
         self._socket.close()
 
 
-class Guests(Workers):
+class Guests(WorkerProcesses):
     """Workers of this machine in a job of another one; they end when it ends."""
 
     def __init__(

@@ -39,7 +39,7 @@ class _Cell(output.Stream):
         return True
 
 
-class _View(screen.Chief):
+class _FunctionView(screen.Chief):
     """Shows the chief's output in the cell; an error is raised, not shown."""
 
     def __init__(self) -> None:
@@ -106,10 +106,10 @@ def launch(
     shared = os.getcwd() if hosts else None
     with tempfile.TemporaryDirectory(prefix="tf-dgc-launch-", dir=shared) as name:
         folder = pathlib.Path(name)
-        todo = _carried(cloudpickle, call.Call(function, tuple(args), text))
+        todo = _carried(cloudpickle, call.FunctionCall(function, tuple(args), text))
         (folder / call.CALL).write_bytes(pickle.dumps((list(sys.path), todo)))
         with _signals_kept():
-            job = Job("tf_dgc.launch", None, _GRACE_SECONDS, view=_View())
+            job = Job("tf_dgc.launch", None, _GRACE_SECONDS, view=_FunctionView())
             own = _environment(environment or {})
             status = job.run(_starter(job, places, folder, own))
             received = list(job.received)
@@ -121,7 +121,7 @@ def launch(
     return [outcomes[rank].value for rank in range(count)]
 
 
-def _carried(cloudpickle: Any, what: call.Call) -> bytes:
+def _carried(cloudpickle: Any, what: call.FunctionCall) -> bytes:
     try:
         return bytes(cloudpickle.dumps(tuple(what)))
     except Exception as error:  # whatever a value's own code raises

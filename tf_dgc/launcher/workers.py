@@ -199,7 +199,7 @@ def _is_module(name: str) -> bool:
         del sys.path[0]
 
 
-class Workers:
+class WorkerProcesses:
     """The processes of one run on this machine.
 
     A process is not reaped before the last signal to its group: until then nobody else
@@ -344,7 +344,7 @@ def start_here(
     environment: Mapping[str, str] | None = None,
     view: screen.View | None = None,
     host: str = "127.0.0.1",
-) -> Workers:
+) -> WorkerProcesses:
     """Start tasks that find each other on this machine, by its name.
 
     Raises:
@@ -353,4 +353,4 @@ def start_here(
     ports = free_ports(tasks.workers + tasks.others)
     addresses = [f"{host}:{port}" for port in ports]
     each = [{**(environment or {}), **own} for own in tasks.environments(addresses)]
-    return Workers(command, each, names=tasks.names(), view=view)
+    return WorkerProcesses(command, each, names=tasks.names(), view=view)

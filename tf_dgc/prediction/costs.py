@@ -36,7 +36,7 @@ from tf_dgc.exchanges.owner_sum import ROOM, VERDICT_BYTES, OwnerSum
 from tf_dgc.exchanges.parts import TOLD_BYTES
 from tf_dgc.transports import grid
 
-HEADER_BYTES = 8 * len(averaging.Header._fields)  # of a round of averaging
+HEADER_BYTES = 8 * len(averaging.RoundHeader._fields)  # of a round of averaging
 
 
 class SplitLayers(Protocol):

@@ -37,7 +37,7 @@ _RETRY_SECONDS = 0.2
 _logger = logging.getLogger("tf_dgc")
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """Place of a process among groups."""
 
     oracle: str  # address of the process that decides
@@ -46,10 +46,10 @@ class Place(NamedTuple):
     workers: int = 1  # of each group
 
 
-def place() -> Place | None:
+def place() -> GroupPlace | None:
     """Return the place of this process; None where there are no groups."""
     text = os.environ.get(_VARIABLE)
-    return Place(**json.loads(text)) if text else None
+    return GroupPlace(**json.loads(text)) if text else None
 
 
 class Hall:
@@ -210,7 +210,7 @@ class Hall:
 class Service:
     """Listens for groups, in the process of the oracle."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GroupPlace) -> None:
         """Listen at the oracle's address."""
         host, _, port = place.oracle.rpartition(":")
         own = host if host.startswith("127.") else ""
@@ -276,7 +276,7 @@ class Service:
 class Client:
     """The oracle of another process, as the chief of a group asks it."""
 
-    def __init__(self, place: Place, tuner: int) -> None:
+    def __init__(self, place: GroupPlace, tuner: int) -> None:
         """Connect to it.
 
         Args:

@@ -45,7 +45,7 @@ _NO_STRATEGY = (
 )
 
 
-class _Process:
+class _TunedProcess:
     """Part of this process in a search."""
 
     transport: Transport | None = None
@@ -66,7 +66,7 @@ def install(transport: Transport | None = None, refusal: str = "") -> None:
         transport: between the workers.
         refusal: why they cannot share a tuner, or "".
     """
-    _Process.transport, _Process.refusal = transport, refusal
+    _TunedProcess.transport, _TunedProcess.refusal = transport, refusal
     when_imported("keras_tuner", prepare)
 
 
@@ -88,25 +88,25 @@ def _making(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(tuner: Any, *args: Any, **kwargs: Any) -> None:
         _host.startup.prepare_now()  # a launcher's strategy comes first
-        transport, place = _Process.transport or LocalTransport(), groups.place()
-        if place is None and transport.size == 1 and not _Process.refusal:
+        transport, place = _TunedProcess.transport or LocalTransport(), groups.place()
+        if place is None and transport.size == 1 and not _TunedProcess.refusal:
             original(tuner, *args, **kwargs)
             return
-        if _Process.refusal:
-            raise ValueError(_Process.refusal)
+        if _TunedProcess.refusal:
+            raise ValueError(_TunedProcess.refusal)
         if os.environ.get("KERASTUNER_ORACLE_IP"):
             raise ValueError(_CHIEF_ORACLE)
         if place and place.group is not None and place.workers != transport.size:
             told = {"workers": place.workers, "own": transport.size}
             raise ValueError(_NO_STRATEGY.format(**told))
-        number, _Process.made = _Process.made, _Process.made + 1
+        number, _TunedProcess.made = _TunedProcess.made, _TunedProcess.made + 1
         given = signature.bind(tuner, *args, **kwargs)
         given.apply_defaults()
         if place is not None and place.group is None:
             original(tuner, *args, **kwargs)
-            if _Process.service is None:
-                _Process.service = groups.Service(place)
-            _served[tuner] = _Process.service.add(Book(tuner))
+            if _TunedProcess.service is None:
+                _TunedProcess.service = groups.Service(place)
+            _served[tuner] = _TunedProcess.service.add(Book(tuner))
             return
         follows = place is not None or transport.rank > 0
         files = {}
@@ -134,8 +134,8 @@ def _searching(original: Any) -> Any:
             if "verbose" in kwargs:
                 tuner.oracle.verbose = kwargs["verbose"]
             tuner.save()
-            if not _Process.searched:
-                _Process.searched = True
+            if not _TunedProcess.searched:
+                _TunedProcess.searched = True
                 hall.serve()
                 return
             _logger.warning(
@@ -153,7 +153,7 @@ def _searching(original: Any) -> Any:
 
 def _several() -> bool:
     """Tell whether a tuner of this process should be shared."""
-    transport = _Process.transport
+    transport = _TunedProcess.transport
     return groups.place() is not None or (transport is not None and transport.size > 1)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, optimizers
 from tf_dgc.config import DownpourConfig
-from tf_dgc.exchanges.downpour import Kept, Trained
+from tf_dgc.exchanges.downpour import KeptSlot, Trained
 from tf_dgc.servers.shared import Twins
 from tf_dgc.strategies.served import DownpourExtended
 
@@ -49,7 +49,7 @@ def moved(
             continue
         beside = extended.slots.get(_host.shared.identity_of(slot.value))
         if beside is None or id(beside) in mine:
-            kept.append(Kept(beside, slot.value, _host.keras.mover_of(slot)))
+            kept.append(KeptSlot(beside, slot.value, _host.keras.mover_of(slot)))
     layers = [reference() for reference in extended.layer_variables]
     others = [v for v in layers if v is not None and id(v) not in mine]
     others = [v for v in others if twins.of(v) is None]
