@@ -3,7 +3,7 @@
 # By the path of tests below tests/, the modules of `tf_dgc` that it tests.
 TESTED_IN: dict[str, str] = {
     "jobs/test_downpour": """exchanges.local_gradients exchanges.rates
-        exchanges.served servers.clocks servers.pulse servers.succession
+        servers.clocks servers.pulse servers.succession
         strategies.embeddings strategies.following strategies.on_servers
         strategies.served_fits strategies.served_inner strategies.served_share
         strategies.served_training""",
@@ -27,7 +27,8 @@ TESTED_IN: dict[str, str] = {
     "lab/test_run_servers": "launcher.door",
     "lab/test_run_trials": "launcher.apart",
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
-        exchanges.dense exchanges.held_back""",
+        exchanges.dense exchanges.held_back exchanges.moved exchanges.served
+        exchanges.server_traffic exchanges.synchronous""",
     "laws/test_flights": "exchanges.channel exchanges.flight_state",
     "laws/test_owners": """compression.regions exchanges.owner_messages
         exchanges.owner_sum transports.sums""",

@@ -10,8 +10,8 @@ import keras
 
 from tf_dgc import _host
 from tf_dgc.exchanges import state_files
-from tf_dgc.exchanges.downpour import ServerStats
 from tf_dgc.exchanges.figures import StepStats
+from tf_dgc.exchanges.server_traffic import ServerStats
 from tf_dgc.strategies import backups, calls, epoch_ends, kept, owners, positions
 from tf_dgc.strategies.averaging import ParameterAveragingStrategy
 from tf_dgc.strategies.base import BaseStrategy, of_callback

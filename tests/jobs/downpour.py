@@ -189,7 +189,7 @@ def integers(steps: int, **settings: Any) -> dict[str, Any]:
     (exchange,) = strategy._ledger.exchanges()
     kept = [np.zeros(v.shape) for v in variables]
     if settings.get("compression") is not None:
-        pushed = exchange._pushed
+        pushed = exchange.pushed
         parts = arena.unflatten(pushed.layout, pushed.residual.v)
         for i, part in zip(pushed._large, parts, strict=True):
             kept[i] = part.numpy()
@@ -310,7 +310,7 @@ def compressed() -> dict[str, Any]:
         model = trained()
         model.fit(x, y, batch_size=10, verbose=0)  # not everything any more
     (exchange,) = strategy._ledger.exchanges(Subset([model.optimizer], []))
-    pushed = exchange._pushed
+    pushed = exchange.pushed
     kept = arena.unflatten(pushed.layout, pushed.residual.v)
     before = {i: model.trainable_variables[i].numpy() for i in pushed._large}
     strategy.flush(model)

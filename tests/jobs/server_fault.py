@@ -21,6 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import serving
 
 from tf_dgc.compression import arena
+from tf_dgc.exchanges.downpour import ServedLargest
 
 IDS, WIDTH = 32, 4
 
@@ -110,9 +111,9 @@ def train(
     strategy.barrier()
     kept = np.zeros([6, 10])
     for exchange in strategy._ledger.exchanges():
-        if exchange._pushed is not None:
-            layout = exchange._pushed.layout
-            kept = arena.unflatten(layout, exchange._pushed.residual.v)[0].numpy()
+        if isinstance(exchange, ServedLargest):
+            layout = exchange.pushed.layout
+            kept = arena.unflatten(layout, exchange.pushed.residual.v)[0].numpy()
     found = {"kernel": strategy.inner.twins.of(model.kernel.value).read_value().numpy()}
     if table:
         found["table"] = strategy.read_rows(model.rows.embeddings, 0, IDS).numpy()

@@ -1,9 +1,13 @@
 """What every exchange keeps to, whatever it exchanges."""
 
+import atexit
+import itertools
 import pathlib
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +17,13 @@ from ledgers import flushed
 from loopback import Owner, run_workers
 
 from tf_dgc.compression.dgc import Momentum
-from tf_dgc.config import AveragingConfig, DGCConfig
+from tf_dgc.config import AveragingConfig, DGCConfig, DownpourConfig
 from tf_dgc.exchanges import Averaging, Companions, EachStep, Expected, Ledger
+from tf_dgc.exchanges.downpour import Downpouring
+from tf_dgc.exchanges.moved import Trained
+from tf_dgc.servers import shared
+from tf_dgc.servers.members import Members
+from tf_dgc.servers.shared import Servers
 from tf_dgc.transports.base import Transport
 from tf_dgc.transports.local import LocalTransport
 
@@ -22,6 +31,8 @@ SHAPES = ((16, 8), (5,), (6, 12))
 DTYPES = (tf.float32, tf.float32, tf.float16)
 MOMENTUM = Momentum(0.9, False, 0.1)
 COMPRESSION = DGCConfig(sparsity=0.9, min_elements=0)
+DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
+_numbers = itertools.count()
 BY_OWNERS = DGCConfig(sparsity=0.6, min_elements=0, exchange="owners", growth=1.0)
 
 
@@ -220,6 +231,183 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
     @pytest.mark.few(1)
     def test_what_is_told_goes_with_the_owner(self, kind: str) -> None:
         def work(worker: Worker) -> tuple[int, int]:
+            worker.train(0, 1)
+            before = len(worker.ledger.exchanges())
+            worker.owner = None
+            return before, len(worker.ledger.left())
+
+        for before, after in self.on_workers(kind, work):
+            self.assertEqual((before, after), (1, 0))
+
+
+WHOLE_STEPS = Momentum(0.0, False, 1.0)
+SERVED = {
+    "ServedWhole": DownpourConfig(staleness_rate=False),
+    "ServedLargest": DownpourConfig(staleness_rate=False, compression=COMPRESSION),
+    "ServedTogether": DownpourConfig(synchronous=True),
+}
+
+
+class ServedWorker(Worker):
+    """A worker whose variables are on servers, which are in this process."""
+
+    make: Downpouring
+
+    def __init__(self, transport: Transport, config: DownpourConfig) -> None:
+        servers = Servers(["a:1", "b:1"])
+        servers.devices = [DEVICE, DEVICE]
+        args = servers, transport.rank, transport.size, 30.0, 30.0
+        self.members = Members(*args, {}, {})
+        super().__init__(transport, Downpouring(config, servers, self.members))
+
+    def gradients(self, step: int) -> list[tf.Tensor]:
+        """Return integers, whose sums are the same in any order."""
+        random = np.random.default_rng([self.transport.rank, step])
+        return [
+            tf.cast(random.integers(-8, 9, size=shape), dtype)
+            for shape, dtype in zip(SHAPES, DTYPES, strict=True)
+        ]
+
+    def exchange(self, owner: Any = None, variables: Any = None) -> Any:
+        owner, variables = owner or self.owner, variables or self.variables
+        if not self.ledger.knows(owner, variables):
+            steps = tf.Variable(tf.zeros([], tf.int64))
+            whole = [False] * len(variables)
+            args: Any = [], whole, [], steps, 1, False, lambda: True, None, {}
+            self.make.expect(Trained(*args))
+        return self.ledger.of(owner, variables, WHOLE_STEPS)
+
+    def apply(
+        self, gradients: list[Any], owner: Any = None, variables: Any = None
+    ) -> None:
+        """Take a step: push gradients, by which the servers take it, and fetch."""
+        owner, variables = owner or self.owner, variables or self.variables
+        exchange = self.exchange(owner, variables)
+        self.members.meetings.moves.step()
+        self.members.meetings.tell()
+        update = self.ledger.gradients(owner, gradients, variables, WHOLE_STEPS)
+
+        def step(factor: tf.Tensor, means: Any = None) -> None:
+            found = update.gradients
+            if means is not None:
+                found = [mean.joined() for mean in means]
+            for gradient, variable in zip(found, variables, strict=True):
+                if gradient is not None:
+                    change = tf.cast(factor, gradient.dtype) * gradient
+                    self.make.twins.of(variable).assign_sub(change)
+
+        exchange.push(step)
+        self.ledger.parameters(owner, variables)
+
+    def leave(self) -> None:
+        """Leave the job, as at the end of a process."""
+        for exchange in self.ledger.exchanges():
+            if exchange.turns is not None:
+                exchange.turns.attendance.leave()
+        self.members.pulse.end()
+        atexit.unregister(self.members.leave)
+
+
+class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
+    """What exchanges with servers keep to, whatever they push."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        container = f"contract-{next(_numbers)}"
+        self.enterContext(mock.patch.object(shared, "CONTAINER", container))
+
+    def on_workers(self, kind: str, work: Callable[[ServedWorker], Any]) -> list[Any]:
+        """Return what each of two workers has found, once both have trained."""
+        ended = threading.Barrier(2)
+
+        def run(transport: Transport) -> Any:
+            worker = ServedWorker(transport, SERVED[kind])
+            try:
+                found = work(worker)
+                for exchange in worker.ledger.exchanges():
+                    if exchange.turns is not None:
+                        exchange.turns.attendance.leave()
+                ended.wait(60.0)
+                for exchange in worker.ledger.exchanges():
+                    exchange.settle(always=True)
+                return found() if callable(found) else found
+            finally:
+                worker.leave()
+
+        return run_workers(2, run)
+
+    @parameterized.parameters(*SERVED)
+    def test_workers_have_the_same_bits_once_all_have_fetched(self, kind: str) -> None:
+        def work(worker: ServedWorker) -> Any:
+            worker.train(0, 1, 2)
+            return lambda: worker.values
+
+        one, two = self.on_workers(kind, work)
+        for a, b in zip(one, two, strict=True):
+            self.assertEqual(a.tobytes(), b.tobytes())
+        self.assertTrue(any(np.any(value) for value in one))
+
+    @parameterized.parameters(*SERVED)
+    def test_what_was_pushed_and_what_is_kept_back_is_all(self, kind: str) -> None:
+        def work(worker: ServedWorker) -> Any:
+            steps = [worker.gradients(step) for step in range(3)]
+            worker.train(0, 1, 2)
+            given = [np.sum(parts, axis=0) for parts in zip(*steps, strict=True)]
+
+            def found() -> Any:
+                kept = sum(float(tf.reduce_sum(k)) for k in worker.exchange().kept())
+                sent = sum(float(np.sum(part, dtype="float64")) for part in given)
+                moved = sum(float(np.sum(v, dtype="float64")) for v in worker.values)
+                return sent, kept, moved
+
+            return found
+
+        told = self.on_workers(kind, work)
+        sent, kept = (sum(each[i] for each in told) for i in range(2))
+        if kind == "ServedTogether":  # by the mean of two
+            sent /= 2
+        for _, _, moved in told:
+            self.assertAllClose(-moved, sent - kept, 1e-4, 1e-4)
+
+    @parameterized.parameters(*SERVED)
+    def test_gradients_keep_shapes_and_types(self, kind: str) -> None:
+        def work(worker: ServedWorker) -> list[Any]:
+            worker.exchange()
+            args = worker.owner, worker.gradients(0), worker.variables
+            update = worker.ledger.gradients(*args, WHOLE_STEPS)
+            return [g if g is None else (g.shape, g.dtype) for g in update.gradients]
+
+        for found in self.on_workers(kind, work):
+            for one, form in zip(found, zip(SHAPES, DTYPES, strict=True), strict=True):
+                self.assertIn(one, (None, form))
+
+    @parameterized.parameters(*SERVED)
+    def test_owners_are_apart(self, kind: str) -> None:
+        def work(worker: ServedWorker) -> Any:
+            owner, variables = worker.another()
+            for step in range(3):
+                worker.train(step)
+                worker.apply(worker.gradients(step), owner, variables)
+            # The owner lives until all have fetched.
+            return lambda: (worker.values, [v.numpy() for v in variables], owner)
+
+        for first, second, _ in self.on_workers(kind, work):
+            for a, b in zip(first, second, strict=True):
+                self.assertEqual(a.tobytes(), b.tobytes())
+
+    @parameterized.parameters(*SERVED)
+    def test_flush_leaves_nothing_behind(self, kind: str) -> None:
+        def work(worker: ServedWorker) -> Any:
+            worker.train(0, 1)
+            flushed(worker.ledger, worker.variables)
+            return [float(tf.reduce_sum(abs(k))) for k in worker.exchange().kept()]
+
+        for kept in self.on_workers(kind, work):
+            self.assertEqual(sum(kept), 0.0)
+
+    @parameterized.parameters(*SERVED)
+    def test_what_is_told_goes_with_the_owner(self, kind: str) -> None:
+        def work(worker: ServedWorker) -> tuple[int, int]:
             worker.train(0, 1)
             before = len(worker.ledger.exchanges())
             worker.owner = None

@@ -299,7 +299,7 @@ class SuccessionTest(parameterized.TestCase):
                     model.fit(x, batch_size=8, verbose=0)
                     steps += 10
                 (exchange,) = strategy._ledger.exchanges()
-                pushed = exchange._pushed
+                pushed = exchange.pushed
                 (kept,) = arena.unflatten(pushed.layout, pushed.residual.v)
                 (twin,) = (
                     strategy.inner.twins.of(v.value) for v in model.trainable_variables

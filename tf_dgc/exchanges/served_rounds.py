@@ -27,21 +27,24 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc import _host, values
-from tf_dgc.compression import arena, dgc
+from tf_dgc.compression import arena
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.anchors import Anchor
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
-from tf_dgc.exchanges.downpour import Downpour, Downpouring, Trained
+from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.modes import Combining
+from tf_dgc.exchanges.moved import Trained
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.rates import Rate
+from tf_dgc.exchanges.served import Served
 from tf_dgc.exchanges.served_messages import (
     ServedMessages,
     UnsentChanges,
     form_of,
 )
+from tf_dgc.exchanges.synchronous import ServedTogether
 from tf_dgc.exchanges.together import Pieces, Together, completed
 from tf_dgc.servers import chief_records
 from tf_dgc.servers.quorum import Rule
@@ -88,12 +91,12 @@ class RoundsOnServers(Downpouring):
         return super().__call__(place, taken_over)
 
     def _opened(
-        self, place: Place, trained: Trained, momentum: dgc.Momentum | None
-    ) -> Downpour:
-        return OuterOnServers(place, self, trained, momentum)
+        self, place: Place, trained: Trained, taken_over: TakenOver | None
+    ) -> Served:
+        return OuterOnServers(place, self, trained)
 
 
-class OuterOnServers(Downpour):
+class OuterOnServers(ServedTogether):
     """Exchange of an outer optimizer, whose gradients are changes of parameters.
 
     Attributes:
@@ -106,11 +109,10 @@ class OuterOnServers(Downpour):
         anchors: of each variable, what this worker has fetched last.
     """
 
-    _make: "RoundsOnServers"
-    together: Together
+    _job: RoundsOnServers
 
-    def _meet(self, slots: Sequence[Any], others: Sequence[Any]) -> Together:
-        job = self._make
+    def _meet(self) -> Together:
+        job, others = self._job, self._moved.others
         self.compressing, self.large = job.compressing, list[int]()
         if self.compressing is not None:
             least = self.compressing.config.min_elements
@@ -125,7 +127,7 @@ class OuterOnServers(Downpour):
             [(self.variables[i].name, self.variables[i].shape) for i in self.large]
         )
         self.extras = [(own, shared) for own, shared in others if not own.trainable]
-        self._slots = list(slots)
+        self._slots = slots = self._moved.slots
         self.anchors: Sequence[Any] = ()
         with tf.init_scope(), tf.device("CPU:0"):
             self.landed = own_variable(tf.constant(False), "round_landed")
@@ -187,7 +189,7 @@ class OuterOnServers(Downpour):
             by_variable = dict(zip(self._small, means, strict=False))
             if self._messages is not None:
                 *means, total = means
-                twins = [self._make.twins.of(self.variables[i]) for i in self.large]
+                twins = [self._job.twins.of(self.variables[i]) for i in self.large]
                 parts = _cut(total.parts[0], self.layout, twins)
                 by_variable |= dict(zip(self.large, parts, strict=True))
             update(tf.ones([]), [by_variable[i] for i in range(len(by_variable))])
@@ -198,9 +200,9 @@ class OuterOnServers(Downpour):
 
         sent = self._sent()
         with tf.control_dependencies(self.rate.tell()):
-            landed, _ = self.together.push(sent, apply, self._offered[0])
+            landed, _ = self._together.push(sent, apply, self._offered[0])
         self.landed.assign(landed)
-        self._make.totals.add(pushes=tf.cast(landed, tf.int64), sent=_bytes(sent))
+        self._job.totals.add(pushes=tf.cast(landed, tf.int64), sent=_bytes(sent))
 
     # Fetching.
 
@@ -214,7 +216,7 @@ class OuterOnServers(Downpour):
         if messages is None or compressing is None or compressing.rate is None:
             self.fetch()
             return
-        step, rate = self.together.turns.own.read_value(), compressing.rate
+        step, rate = self._together.turns.own.read_value(), compressing.rate
         mean, size = messages.fetch(step)
         with tf.control_dependencies([mean]):
             state = self._state_of_servers()
@@ -228,19 +230,19 @@ class OuterOnServers(Downpour):
                 assign = _host.shared.bypassed(self.variables[i], "assign")
                 assign(self.anchors[i] - rate * part)
             whole = [self.variables[i] for i in self._small]
-            self._make.twins.pull(whole)
+            self._job.twins.pull(whole)
             self._pull_extras()
             self._base.assign(state[1])
             for known in (self.known, self._fetched):
                 known.assign(state[1])
             received = size + _bytes([*whole, *[own for own, _ in self.extras]])
-            self._make.totals.add(pulls=1, received=received)
+            self._job.totals.add(pulls=1, received=received)
 
         tf.cond(fits, replay, self.fetch)
 
     def _state_of_servers(self) -> tf.Tensor:
         """Return the round to come, the version, whether one is being applied."""
-        number, applied = self.together.turns.state()
+        number, applied = self._together.turns.state()
         with tf.device(self.version.device):
             found = [number, self.version.read_value(), tf.cast(applied, tf.int64)]
             state = tf.stack(found)
@@ -271,7 +273,7 @@ class OuterOnServers(Downpour):
 
     def give(self) -> None:
         """Let the servers have this worker's parameters, as those that it loaded."""
-        self._make.twins.give()
+        self._job.twins.give()
         if self._messages is not None:
             self.version.assign_add(1)  # so that nobody takes a round for all there is
         for own, shared in self.extras:
@@ -287,7 +289,7 @@ class OuterOnServers(Downpour):
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
         """Take over what was saved, unless the servers have something newer."""
-        if self._make.members.succession.counts:
+        if self._job.members.succession.counts:
             Exchange.load(self, arrays, steps)
 
 

@@ -10,8 +10,9 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc._host.shared import Table
 from tf_dgc.config import DownpourConfig
-from tf_dgc.exchanges.downpour import Downpouring, ServerStats
+from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.served_rounds import RoundsOnServers
+from tf_dgc.exchanges.server_traffic import ServerStats
 from tf_dgc.search import tuners
 from tf_dgc.servers import cluster as clusters
 from tf_dgc.servers import tables

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, optimizers
 from tf_dgc.config import DownpourConfig
-from tf_dgc.exchanges.downpour import KeptSlot, Trained
+from tf_dgc.exchanges.moved import KeptSlot, Trained
 from tf_dgc.servers.shared import Twins
 from tf_dgc.strategies.served import DownpourExtended
 
