@@ -9,12 +9,8 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.exchanges.served_rounds import (
-    Compressing,
-    LocalOptimizer,
-    LocalRounds,
-    RoundsOnServers,
-)
+from tf_dgc.exchanges.outer_on_servers import Compressing
+from tf_dgc.exchanges.served_rounds import LocalOptimizer, LocalRounds, RoundsOnServers
 from tf_dgc.strategies import on_servers
 from tf_dgc.strategies.combining import combining_of
 from tf_dgc.strategies.core import Core
