@@ -17,8 +17,15 @@ what each host sends (half of a round trip) and a loss. A row is METHOD/TRANSPOR
     alone      exchange only: what dgc computes, on all workers at once, with nothing
                exchanged
     averaging  fit only: parameters are averaged every 16 steps
+    rounds     as that, and 5% of the changes are sent, by signs
+    flights    as that, and a round is sent while the next 16 steps are taken
+    apart      fit only: each worker trains by itself; nothing is exchanged
     split      fit only: each worker trains a part of each layer, and activations travel
     auto       fit only: what AutoStrategy has chosen of dense and dgc, which is named
+    ddp, powersgd, local_sgd
+               fit only, over gloo: PyTorch's DistributedDataParallel with the same
+               network, as it is, with its hook of PowerSGD (rank 1), and averaging
+               every 16 steps; needs `--torch PYTHON`, one that has PyTorch
 
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
 step, and the bytes at the workers' interfaces. Runs that are there are not repeated, so
@@ -53,9 +60,13 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 METHODS = {
     "exchange": ("dense", "dgc", "alone"),
-    "fit": ("dense", "dgc", "averaging", "split", "auto"),
+    "fit": (
+        *("dense", "dgc", "averaging", "rounds", "flights"),
+        *("apart", "split", "auto"),
+        *("ddp", "powersgd", "local_sgd"),
+    ),
 }
-TRANSPORTS = ("collective", "horovod", "hybrid")
+TRANSPORTS = ("collective", "horovod", "hybrid", "gloo")
 ROWS = {
     "exchange": [
         *("dense/collective", "dgc/collective"),
@@ -64,6 +75,8 @@ ROWS = {
     "fit": ["dense/collective", "dense/horovod", "dgc/hybrid", "averaging/hybrid"],
 }
 SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
+AVERAGING = ("averaging", "rounds", "flights", "local_sgd")
+DDP = ("ddp", "powersgd", "local_sgd")
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
 FAR_COUNTERS = pathlib.Path("/sys/class/net/out/statistics")  # where sent late
 COUNTED = ("sent", "received", "sent_again")
@@ -194,7 +207,10 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
     (method,) = args.methods
     config = tf_dgc.DGCConfig(sparsity=SPARSITY)
-    averaging = tf_dgc.AveragingConfig(period=PERIOD)
+    signs = tf_dgc.DGCConfig(sparsity=0.95, value_dtype="sign")
+    settings = {"rounds": {"compression": signs}}
+    settings["flights"] = settings["rounds"] | {"overlap": PERIOD}
+    averaging = tf_dgc.AveragingConfig(period=PERIOD, **settings.get(method, {}))
     strategy = {
         "dense": lambda: tf_dgc.DenseStrategy(transport=args.transport),
         "split": lambda: tf_dgc.DenseStrategy(transport=args.transport),
@@ -202,8 +218,9 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         "averaging": lambda: tf_dgc.ParameterAveragingStrategy(
             averaging, transport=args.transport
         ),
+        "apart": lambda: tf_dgc.DenseStrategy(transport="local"),
         "auto": lambda: tf_dgc.AutoStrategy(dgc=config, transport=args.transport),
-    }[method]()
+    }["averaging" if method in AVERAGING else method]()
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = alexnet(args.width, method == "split")
@@ -211,8 +228,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     images = tf.random.stateless_normal([rows, args.width * 9 // 4], [1, 2])
     labels = tf.random.stateless_uniform([rows], [1, 3], 0, CLASSES, tf.int32)
     batch = tf.data.Dataset.from_tensors((images, labels))
-    # Whole periods of averaging, each of them with one round.
-    timed = -(-args.steps // PERIOD) * PERIOD if method == "averaging" else args.steps
+    timed = timed_steps(args, method)
     data = batch.repeat(args.warmup + timed)
     ends: list[tuple[float, int, int, int]] = []
 
@@ -221,24 +237,17 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             ends.append((time.perf_counter(), *counted()))
 
     model.fit(data, verbose=0, callbacks=[Clock()])
-    used = zip(ends[args.warmup - 1 :], ends[args.warmup :], strict=False)
-    steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in used]
-    # A step is what it costs on average, where not all steps exchange.
-    if method == "averaging":
-        parts = [steps[i : i + PERIOD] for i in range(0, timed, PERIOD)]
-        steps = [[sum(each) / PERIOD for each in zip(*p, strict=True)] for p in parts]
     last, total = strategy.stats(), strategy.stats(total=True)
     sent = last.sent_bytes
-    if method == "averaging":  # one round; the end of the epoch is another
+    if method in AVERAGING:  # one round; the end of the epoch is another
         sent = total.sent_bytes // (timed // PERIOD + 1) // PERIOD
     vectors = [v for v in model.trainable_variables if len(v.shape) == 1]
-    result: dict[str, Any] = {
-        name: [step[i] for step in steps]
-        for i, name in enumerate(("seconds", *COUNTED))
-    }
-    result["stats_sent"] = int(sent)
+    result = by_step(ends, args, method)
+    result["stats_sent"] = int(sent) if method != "apart" else 0
     result["stats_dense"] = int(last.dense_bytes)
     result["uncompressed"] = 4 * sum(v.shape[0] for v in vectors)
+    if method in AVERAGING:
+        result["uncompressed"] /= PERIOD
     sizes = [args.width * 9 // 4, args.width, args.width, CLASSES]
     result["elements"] = sum((a + 1) * b for a, b in itertools.pairwise(sizes))
     if method == "auto":
@@ -247,6 +256,34 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         workers = strategy.num_replicas_in_sync
         result["activations"] = activations(workers, args.batch_size, args.width)
     return {method: result}
+
+
+def timed_steps(args: argparse.Namespace, method: str) -> int:
+    """Returns how many steps are timed; of averaging, periods with a round each."""
+    return -(-args.steps // PERIOD) * PERIOD if method in AVERAGING else args.steps
+
+
+def by_step(
+    ends: Sequence[tuple[float, int, int, int]], args: argparse.Namespace, method: str
+) -> dict[str, Any]:
+    """Returns seconds and bytes of the timed steps, from the ends of all steps.
+
+    Where not all steps exchange, those of a period count as what they cost on average.
+    """
+    used = zip(ends[args.warmup - 1 :], ends[args.warmup :], strict=False)
+    steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in used]
+    if method in AVERAGING:
+        parts = [steps[i : i + PERIOD] for i in range(0, len(steps), PERIOD)]
+        steps = [[sum(each) / PERIOD for each in zip(*p, strict=True)] for p in parts]
+    names = enumerate(("seconds", *COUNTED))
+    return {name: [step[i] for step in steps] for i, name in names}
+
+
+def leave(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Writes what this worker found into a file of its own."""
+    address = (COUNTERS.parent / "address").read_text()  # differs between hosts
+    file = pathlib.Path(args.worker) / address.strip().replace(":", "")
+    file.write_text(json.dumps(found))
 
 
 def probe(args: argparse.Namespace) -> dict[str, Any]:
@@ -393,9 +430,13 @@ def run_job(
         netlab.Laboratory(hosts, **network_of(rate)) as lab,
     ):
         own = ["--worker", folder, "--transport", transport, "--methods", *methods]
+        program = [sys.executable, str(HERE / "bench_network.py")]
+        if transport == "gloo":
+            program = [args.torch, str(HERE / "bench_ddp.py")]
+        by_config = transport in ("collective", "gloo")
         status = lab.run(
-            [sys.executable, str(HERE / "bench_network.py"), *sys.argv[1:], *own],
-            launch="tf_config" if transport == "collective" else "horovodrun",
+            [*program, *sys.argv[1:], *own],
+            launch="tf_config" if by_config else "horovodrun",
             timeout=args.timeout,
             environment={"TF_CPP_MIN_LOG_LEVEL": "2"},
             stdout=output,
@@ -441,9 +482,10 @@ def expected_bytes(result: dict[str, Any]) -> float:
     """
     workers, size = result["hosts"], result["stats_sent"]
     method = result.get("choice", result["method"])
-    dense = size if method != "dgc" else result["uncompressed"]
+    sparse = method in ("dgc", "rounds", "flights")
+    dense = result["uncompressed"] if sparse else size
     gathered = size - dense
-    if result["method"] == "alone":
+    if method in ("alone", "apart", *DDP):
         return 0.0
     moved = result.get("activations", 0)
     return 2 * (workers - 1) / workers * dense + (workers - 1) * gathered + moved
@@ -600,6 +642,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--predict", action="store_true", help="compare `fit` with tf_dgc.advise"
     )
+    parser.add_argument(
+        "--torch",
+        metavar="PYTHON",
+        help="which has PyTorch, for rows over gloo",
+    )
     for hidden in ("--worker", "--transport"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+", help=argparse.SUPPRESS)
@@ -612,6 +659,10 @@ def arguments() -> argparse.Namespace:
                 f"`--rows` must be of {METHODS[args.task]} over {TRANSPORTS}, such as "
                 f"{ROWS[args.task][0]}. Received: {row}"
             )
+        if (method in DDP) != (transport == "gloo"):
+            parser.error(f"{DDP} are over gloo, and no other. Received: {row}")
+        if method in DDP and not args.torch:
+            parser.error(f"{row} needs `--torch PYTHON`")
     for name in ("steps", "warmup"):
         if getattr(args, name) < 1:
             parser.error(f"`--{name}` must be at least 1")
@@ -626,9 +677,7 @@ def main() -> int:
     if args.worker:
         task = {"exchange": exchange, "fit": fit}[args.task]
         found = (probe if args.methods == ["probe"] else task)(args)
-        name = COUNTERS.parent / "address"  # differs between hosts
-        file = pathlib.Path(args.worker) / name.read_text().strip().replace(":", "")
-        file.write_text(json.dumps(found))
+        leave(args, found)
         return 0
     import netlab
 
