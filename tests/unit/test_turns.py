@@ -28,8 +28,11 @@ _numbers = itertools.count()
 class Worker:
     """One of `members`, of whom tests say who lives."""
 
-    def __init__(self, index: int, dead: set[int], workers: int, name: str) -> None:
-        self.index, self.workers, self.liveness, self.dead = index, workers, 0.3, dead
+    def __init__(
+        self, index: int, dead: set[int], workers: int, name: str, liveness: float
+    ) -> None:
+        self.index, self.workers, self.dead = index, workers, dead
+        self.liveness = liveness
 
         def make(kind: str, dtype: Any, shape: Any) -> Any:
             return servers_of().variable(f"{name}.{kind}", dtype, shape)
@@ -65,8 +68,13 @@ class Job:
     """W workers, and two servers with a matrix in two pieces, and a scalar."""
 
     def __init__(
-        self, workers: int, backup_workers: int = 0, rule: Rule | None = None
+        self,
+        workers: int,
+        backup_workers: int = 0,
+        rule: Rule | None = None,
+        liveness: float = TIMEOUT,  # less where somebody dies
     ) -> None:
+        self.liveness = liveness
         self.name, self.dead = f"turns{next(_numbers)}", set[int]()
         self.workers, self.backup_workers, self.rule = workers, backup_workers, rule
         self.together = [self._of(k, backup_workers) for k in range(workers)]
@@ -87,7 +95,7 @@ class Job:
                 [([5, 2], [Shard(0, 0, 3), Shard(1, 3, 5)]), ([], [Shard(1, 0, 0)])]
             )
         ]
-        worker: Any = Worker(index, self.dead, self.workers, self.name)
+        worker: Any = Worker(index, self.dead, self.workers, self.name, self.liveness)
         args = f"{self.name}.t", servers, worker, twins, backup_workers, self.rule
         found = Together(*args)
         if self.rule is not None:
@@ -236,7 +244,7 @@ class TurnsTest(tf.test.TestCase):
         return turns
 
     def test_a_worker_that_dies_while_it_applies_a_step_ends_the_others(self) -> None:
-        job = Job(2, backup_workers=1)
+        job = Job(2, backup_workers=1, liveness=0.3)
         self.one_that_applies(job)
         job.dead.add(0)
         job.turns(1).attendance._is_inside.assign(True)
@@ -343,7 +351,7 @@ class RuleTest(tf.test.TestCase):
 
     def test_who_dies_while_it_applies_a_step_is_followed_by_who_waits(self) -> None:
         for changed in (0, 1, 2):  # variables that it has changed by then
-            job = Job(2, rule=Rule(1))
+            job = Job(2, rule=Rule(1), liveness=0.3)
             self.enter(job, range(2))
             before = job.value()
             dies = job.together[0]
@@ -408,7 +416,8 @@ class FaultsTest(parameterized.TestCase):
         drawn = random.Random(seed)
         workers = drawn.randint(1, 4)
         quorum = drawn.choice([None, *range(1, workers + 1)])
-        job = Job(workers, rule=Rule(quorum, drawn.choice([None, 0.1, 0.4])))
+        rule = Rule(quorum, drawn.choice([None, 0.1, 0.4]))
+        job = Job(workers, rule=rule, liveness=1.0)
         errors: list[Any] = []
         threads = [
             threading.Thread(
