@@ -32,6 +32,11 @@ OUTPUTS: dict[str, Tensors] = {
     "sparse": lambda x: tf.sparse.from_dense(x[:, 0] % 3),
     "texts": lambda x: tf.strings.as_string(x[:, :, 0]),
     "truths": lambda x: x[:, 0] % 2 > 0,
+    "of the number of rows": lambda x: {
+        "a": tf.fill([tf.shape(x)[0], 1], 0.1),
+        "b": x[:, 0],
+        "c": tf.zeros([2 * tf.shape(x)[0]], tf.int32),
+    },
     "several": lambda x: {"a": x[:, 0], "b": (tf.reshape(x, [-1]), None)},
 }
 
@@ -64,6 +69,27 @@ class PredictTest(parameterized.TestCase, tf.test.TestCase):
             return values(OwnBatches(transport).predict((own,), step))
 
         for found in run_workers(3, predicted):
+            self.assertEqual(found, expected)
+
+    @parameterized.parameters(list(OUTPUTS))
+    @pytest.mark.few(3)
+    def test_so_do_those_of_a_graph_that_knows_their_number(self, kind: str) -> None:
+        x = np.arange(3 * 4, dtype=np.float32).reshape(3, 2, 2) + 1
+        expected = values(OUTPUTS[kind](tf.constant(x)))
+        whole = tf.data.Dataset.from_tensors(x)
+
+        def predicted(transport: Loopback) -> Any:
+            (mine,) = data.share_of(whole, transport.rank, 2)
+            own = OwnBatches(transport)
+
+            @tf.function(autograph=False)
+            def predict(x: tf.Tensor) -> Any:
+                found = own.predict((x,), lambda args: OUTPUTS[kind](args[0]))
+                return [each for each in tf.nest.flatten(found) if each is not None]
+
+            return values(predict(tf.ensure_shape(mine, [2 - transport.rank, 2, 2])))
+
+        for found in run_workers(2, predicted):
             self.assertEqual(found, expected)
 
     def test_alone_there_are_only_its_own(self) -> None:

@@ -46,7 +46,7 @@ class OwnBatches:
             step: takes such arguments. What it returns may have other numbers of rows
                 than they, as of tokens or boxes: they are joined in the order of rank.
         """
-        args = slicing.as_tensors(args)
+        args = tf.nest.map_structure(_of_any_rows, slicing.as_tensors(args))
         any_rows = tf.is_tensor(slicing.row_count(args))
         args, count = slicing.at_least_one_row(args)
         with tf.device("CPU:0"):
@@ -102,6 +102,21 @@ class OwnBatches:
         finally:
             self._alone.assign(False)
             self.is_alone = False
+
+
+def _of_any_rows(part: Any) -> Any:
+    """Return a tensor of a graph whose number of rows is not known in it.
+
+    Workers have different numbers of rows. What is made of a number that is known
+    depends on nothing, as `tf.zeros([tf.shape(x)[0]])`, and would count as the same on
+    all workers, on some of them.
+    """
+    if tf.executing_eagerly() or not isinstance(part, tf.Tensor) or not part.shape.rank:
+        return part
+    if part.dtype in (tf.resource, tf.variant):
+        return part
+    shape = [None, *part.shape[1:]]
+    return tf.raw_ops.PlaceholderWithDefault(input=part, shape=shape)
 
 
 def gathered_rows(transport: Transport, own: Any, name: str) -> Any:
