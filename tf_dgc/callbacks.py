@@ -261,7 +261,10 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if strategy.is_chief:
             _tell(self, self._folder / position.name, position)
         if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
-            strategy.inner.following.tell_epoch(position.epoch)
+            first = _host.keras.initial_epoch(self.model) or 0
+            if first >= self.params["epochs"]:
+                strategy.inner.following.give(self.model)
+            strategy.inner.following.tell_epoch(first)
 
     def _claim(self, strategy: BaseStrategy) -> None:
         """Become the owner of the folder, and tell this `fit` from others."""
@@ -287,6 +290,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 kept.remove(self.backup_dir, strategy)
             epoch = strategy.inner.following.chief_epoch()
             _host.keras.set_initial_epoch(self.model, epoch)
+            if epoch >= self.params["epochs"]:
+                strategy.inner.following.take(self.model)
             within = bool(self._interval)
             kept.restore(self.backup_dir, strategy, self.model, epoch, within)
 

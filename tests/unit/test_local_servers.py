@@ -15,6 +15,7 @@ from absl.testing import parameterized
 
 import tf_dgc
 from tf_dgc.compression import arena
+from tf_dgc.strategies import owners
 
 ROWS, WIDTH = 32, 4
 
@@ -50,6 +51,13 @@ def embedding(strategy: Any, **options: Any) -> keras.Model:
         model = keras.Sequential([*options.get("before", []), table, layers.Flatten()])
         model.compile(keras.optimizers.Adagrad(0.1), "mse", jit_compile=False)
     return model
+
+
+def forget_owners() -> None:
+    """Give folders of backups up, as a process that is killed does."""
+    for owner in owners._owners.values():
+        owner.release()
+    owners._owners.clear()
 
 
 class DataTest(parameterized.TestCase):
@@ -309,6 +317,40 @@ class SuccessionTest(parameterized.TestCase):
                 self.assertGreater(counted.min(), 0)
                 self.assertEqual(exchange.steps, steps if epochs == 1 else 20)
                 job.kill(strategy)
+
+
+class PassedOverTest(parameterized.TestCase):
+    """A job that is started again, on new servers, behind the end of a `fit`."""
+
+    @parameterized.parameters(False, True)
+    def test_all_workers_have_the_weights_of_the_backup(self, stops: bool) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        x = np.ones([16, 4], "float32")
+
+        def fit(strategy: Any) -> tuple[list[np.ndarray], list[int]]:
+            model, epochs = linear(strategy), []
+            noted = keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: epochs.append(epoch)
+            )
+            callbacks = [noted, tf_dgc.callbacks.BackupState(folder)]
+            if stops:
+                early = keras.callbacks.EarlyStopping("loss", 1e9, patience=0)
+                callbacks.append(early)
+            model.fit(x, x[:, :1], 8, epochs=3, verbose=0, callbacks=callbacks)
+            model.evaluate(x, x[:, :1], verbose=0)
+            return model.get_weights(), epochs
+
+        with local_servers.Job(workers=2) as job:
+            weights, epochs = fit(job.worker(0))
+            self.assertLen(epochs, 2 if stops else 3)
+            forget_owners()
+        with local_servers.Job(workers=2) as job:
+            for rank in range(2):  # whose models begin with other weights
+                found, epochs = fit(job.worker(rank))
+                self.assertEqual(epochs, [])
+                for own, expected in zip(found, weights, strict=True):
+                    np.testing.assert_array_equal(own, expected)
+            forget_owners()
 
 
 class RatesTest(parameterized.TestCase):

@@ -3,7 +3,12 @@
 import os
 import pathlib
 import sys
+from typing import Any
 
+import keras
+
+from tf_dgc import _host
+from tf_dgc._host.shared import SharedVariable, Table
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.strategies.served_training import Fits
 
@@ -19,6 +24,7 @@ class Following:
             fits: that run.
         """
         self._members, self._config, self._fits = make.members, make.settings, fits
+        self._servers = make.servers
 
     def tell_epoch(self, epoch: int) -> None:
         """Tell the other workers at which epoch of its `fit` the chief is."""
@@ -36,6 +42,33 @@ class Following:
         members.wait_for(lambda: members.progress[0] >= own, "epoch of `BackupState`")
         fit, epoch = members.progress
         return epoch if fit == own else sys.maxsize
+
+    def give(self, model: keras.Model) -> None:
+        """Let the others have the weights of a model whose `fit` is passed over.
+
+        No step of it moves them to the servers. The chief does it before it tells the
+        epoch.
+        """
+        for variable, shared in self._passed(model):
+            shared.assign(variable.read_value())
+
+    def take(self, model: keras.Model) -> None:
+        """Take over the weights that the chief has given, if it has."""
+        for variable, shared in self._passed(model):
+            if shared.initialized:
+                _host.shared.bypassed(variable, "assign")(shared.read_value())
+
+    def _passed(self, model: keras.Model) -> list[tuple[Any, SharedVariable]]:
+        """Return weights, and what stands for them on the servers after this `fit`."""
+        make, count = self._servers.variable, len(self._servers.devices)
+        found = []
+        for i, weight in enumerate(model.weights):
+            own = _host.keras.plain(weight)
+            if not isinstance(own, Table):
+                name = f"passed.{self._fits.count}.{i}"
+                shape = own.shape.as_list()
+                found.append((own, make(name, own.dtype, shape, i % count)))
+        return found
 
     @property
     def progress(self) -> int:
