@@ -126,20 +126,23 @@ class Job:
         together.turns.follow()
         return bool(in_time), bool(over)
 
-    def run(self, steps: int, gradients: Any) -> list[list[tuple[bool, bool]]]:
-        """Let each worker take steps in a thread of its own."""
+    def run(
+        self, steps: int, gradients: Any, stops: dict[int, int] | None = None
+    ) -> list[list[tuple[bool, bool]]]:
+        """Let each worker take steps in a thread of its own; some stop all earlier."""
+        stops = stops or {}
         found: list[list[tuple[bool, bool]]] = [[] for _ in range(self.workers)]
         errors: list[BaseException] = []
 
         def train(k: int) -> None:
             try:
-                for t in range(steps):
+                for t in range(stops.get(k, steps)):
                     found[k].append(self.step(k, gradients(k, t)))
                     if found[k][-1][1]:
                         break
             except BaseException as error:
                 errors.append(error)
-            self.turns(k).attendance.leave()
+            self.turns(k).attendance.leave(k in stops)
 
         threads = [
             threading.Thread(target=train, args=[k]) for k in range(self.workers)
@@ -219,6 +222,20 @@ class TurnsTest(tf.test.TestCase):
         self.assertEqual([k for k, _ in job.applied], [0, 1])
         for i, value in enumerate(job.value()):
             self.assertAllEqual(value, before[i] - drawn(0, 1)[i] - drawn(1, 2)[i])
+
+    def test_who_stops_ends_the_others_after_the_same_step(self) -> None:
+        job = Job(3)
+        for drawn_of in (drawn, lambda k, t: drawn(k, t + 9)):
+            job.applied.clear()
+            found = job.run(8, drawn_of, stops={1: 3})
+            self.assertEqual(found[1], [(True, False)] * 3)
+            for k in (0, 2):  # the last is dropped
+                self.assertEqual(found[k], [(True, False)] * 3 + [(True, True)])
+            self.assertLen(job.applied, 3)
+            for t, (_, means) in enumerate(job.applied):
+                for i, mean in enumerate(means):
+                    expected = sum((k + 1) * drawn_of(k, t)[i] for k in range(3)) / 6
+                    self.assertAllClose(mean, expected, rtol=1e-6, atol=1e-6)
 
     def test_the_dead_hold_nobody_back(self) -> None:
         job = Job(3)

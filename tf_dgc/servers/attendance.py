@@ -3,6 +3,7 @@
 Axis: W workers. All variables that workers share are on server 0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,32 @@ class Attendance:
     Attributes:
         entries: shape [W], int64: the round of each worker.
         places: shape [W], int64: `OUTSIDE`, `INSIDE`, `LEFT` or `COMES`.
+        stops: shape [W], int64: the round that a worker has stopped, plus 1.
         round: shape [], int64: of this worker.
     """
 
-    def __init__(self, entries: Any, places: Any, members: Members, rule: Rule) -> None:
-        """Take the variables of the servers, and begin outside.
+    def __init__(self, make: Callable[[str], Any], members: Members, rule: Rule):
+        """Make the variables, and begin outside.
 
         Args:
-            entries: rounds.
-            places: of the workers.
+            make: takes the name of a variable on the servers.
             members: of the job.
             rule: how many a round waits for, and how long.
         """
-        self._rule = rule
-        self.entries, self.places, self._members = entries, places, members
+        self._rule, self._members = rule, members
+        self.entries, self.places, self.stops = map(
+            make, ("entries", "places", "stops")
+        )
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.constant(0, tf.int64)
             self.round = tf.Variable(zero, trainable=False, synchronization=own)
             self._is_inside = tf.Variable(False, trainable=False, synchronization=own)
+
+    @property
+    def told(self) -> list[Any]:
+        """Return all that workers tell; who sees a round sees its place."""
+        return [self.places, self.stops, self.entries]
 
     def enter(self) -> tf.Tensor:
         """Take part, if this worker does not: with all that are there, or will be.
@@ -84,15 +92,24 @@ class Attendance:
         """Tell whether steps of others wait for this worker's gradient."""
         return bool(self._is_inside)
 
-    def leave(self) -> None:
-        """Hold nobody back, eagerly; the next step begins anew."""
+    def leave(self, stops: bool = False) -> None:
+        """Hold nobody back, eagerly; the next step begins anew.
+
+        Args:
+            stops: whether the others are to end this round, too.
+        """
         if not self.takes_part:
             return
+        if stops:
+            self._members.put(self.stops, self.round + 1)
         self._is_inside.assign(False)
         self._members.put(self.places, LEFT)
 
     def now(self, living: tf.Tensor, own_round: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Return rounds, places, and the round that this worker is in, or has missed.
+        """Return what there is to know of rounds, on the device of the servers.
+
+        Rounds, places, the round that this worker is in, or has missed, and whether
+        somebody has stopped that.
 
         Args:
             living: workers that live: shape [W], bool.
@@ -101,9 +118,12 @@ class Attendance:
         rounds = self.entries.read_value()
         with tf.control_dependencies([rounds]):
             places = self.places.read_value()
+        with tf.control_dependencies([places]):  # who has left had stopped before
+            stops = self.stops.read_value()
         later = living & (places == INSIDE) & (rounds > own_round)
         missed = tf.reduce_min(tf.where(later, rounds, rounds.dtype.max))
-        return rounds, places, tf.where(tf.reduce_any(later), missed, own_round)
+        of = tf.where(tf.reduce_any(later), missed, own_round)
+        return rounds, places, of, tf.reduce_any(stops == of + 1)
 
     def follow(self, round_of_others: tf.Tensor) -> tf.Tensor:
         """Be in the round of those that have gone on without this worker."""
@@ -115,6 +135,11 @@ class Attendance:
 
         behind = round_of_others != self.round.read_value()
         return tf.cond(behind, follow, lambda: tf.constant(True))
+
+    def stopped(self) -> np.ndarray:
+        """Tell who has stopped this worker's round, eagerly: shape [W], bool."""
+        stops: np.ndarray = self.stops.read_value().numpy()
+        return stops == int(self.round) + 1
 
     def inside(self) -> np.ndarray:
         """Tell which workers are in this one's round, eagerly: shape [W], bool."""

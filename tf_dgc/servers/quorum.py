@@ -38,8 +38,8 @@ class Quorum:
         """
         self.rule, self._members, self._device = rule, members, device
         each = [members.workers]
-        self._times = make("turn_times", tf.float64, each)  # of arrival
-        self._counted = make("turn_counted", shape=each)  # in this step, plus 1
+        self._times = make("times", tf.float64, each)  # of arrival
+        self._counted = make("counted", shape=each)  # in this step, plus 1
 
     def begin(self) -> None:
         """Give first values: nobody has come."""

@@ -5,10 +5,13 @@ arrived. Once enough have, those that wait draw lots on server 0; who draws the 
 one applies the mean to what is trained, and counts the step. Who comes later finds it
 counted, and drops its gradient.
 
+Who stops a round ends it for all after the same step: where a callback of one worker
+ends `fit`, the others end theirs.
+
 By a `Rule` a step waits for a quorum, or for a time after its first gradient, and what
 comes later counts in the next one: a worker learns by a mark whether its own was in the
-step. Who applies it has kept a copy of all that it changes; should it die, the first of
-those that wait begins once more, from there.
+step. Nobody is stopped then. Who applies a step has kept a copy of all that it changes;
+should it die, the first of those that wait begins once more, from there.
 
 Workers that train at the same time do so in a round: by its number those that are in
 another `fit`, or wait for the next one, hold nobody back. It is not counted by visits:
@@ -119,17 +122,17 @@ class Turns:
         self._device = servers.devices[0]
 
         def make(name_of: str, dtype: Any = tf.int64, shape: Any = ()) -> Any:
-            return servers.variable(f"{name}.{name_of}", dtype, shape)
+            return servers.variable(f"{name}.turn_{name_of}", dtype, shape)
 
         each = [members.workers]
-        self._step = make("turn")
+        self._step = make("step")
         lots = make("lots")
         # Steps are told by their number plus 1: 0 is none.
-        self._arrived = make("turn_arrived", shape=each)
-        self._weights = make("turn_weights", tf.float32, each)
-        self._lots = Lots(lots, make("turn_appliers", shape=each), members, servers)
-        entries, places = (make(f"turn_{n}", shape=each) for n in ("entries", "places"))
-        self.attendance = Attendance(entries, places, members, rule or Rule())
+        self._arrived = make("arrived", shape=each)
+        self._weights = make("weights", tf.float32, each)
+        self._lots = Lots(lots, make("appliers", shape=each), members, servers)
+        own_make = functools.partial(make, shape=each)
+        self.attendance = Attendance(own_make, members, rule or Rule())
         self.quorum: Quorum | None = None
         if rule is not None:
             self.quorum = Quorum(rule, make, members, self._device)
@@ -140,9 +143,8 @@ class Turns:
 
     def begin(self) -> None:
         """Give first values: no step is taken."""
-        told = self.attendance.entries, self.attendance.places
         lots = self._lots.drawn, self._lots.appliers
-        for variable in (self._step, self._arrived, *lots, *told):
+        for variable in (self._step, self._arrived, *lots, *self.attendance.told):
             variable.assign(tf.zeros(variable.shape, tf.int64))
         self._weights.assign(tf.zeros(self._weights.shape))
         if self.quorum is not None:
@@ -150,9 +152,7 @@ class Turns:
 
     def join(self) -> None:
         """Begin, eagerly, where others may have; what a former process said is void."""
-        places, entries = self.attendance.places, self.attendance.entries
-        of_before = self._lots.appliers, places, self._arrived, entries
-        for variable in of_before:
+        for variable in (self._lots.appliers, self._arrived, *self.attendance.told):
             self._members.put(variable, 0)
         self.own.assign(self._step.read_value())
 
@@ -187,16 +187,19 @@ class Turns:
         """Return `NOW`, the step that is to be taken, and what else there is to know.
 
         Of the step of this worker's gradient: whether enough have arrived; whether
-        fewer than that take part; whether no lot is drawn; whether who drew the first
-        is dead; the round that this worker is in, or has missed; and who is to apply it
-        in the place of one that is dead. Shape [7], int64.
+        fewer than that take part, or one has stopped; whether no lot is drawn; whether
+        who drew the first is dead; the round that this worker is in, or has missed; and
+        who is to apply it in the place of one that is dead. Shape [7], int64.
         """
         own, own_round = self.own.read_value(), self.attendance.round.read_value()
         with tf.device(self._device):
             own, own_round = tf.identity(own), tf.identity(own_round)
-            now, lots = self._step.read_value(), self._lots.drawn.read_value()
+            lots = self._lots.drawn.read_value()
             living = self._members.living()
-            rounds, places, own_round = self.attendance.now(living, own_round)
+            there = self.attendance.now(living, own_round)
+            rounds, places, own_round, stopped = there
+            with tf.control_dependencies([stopped]):  # by who saw its last step taken
+                now = self._step.read_value()
             takes_part = (places == INSIDE) | (places == COMES)
             inside = living & takes_part & (rounds == own_round)
             arrived = self._arrived.read_value() == own + 1
@@ -211,6 +214,8 @@ class Turns:
             ready = tf.math.count_nonzero(arrived) >= needed
             if self.quorum is not None:
                 ready = self.quorum.is_ready(arrived, needed)
+            else:
+                over, ready = over | stopped, ready & ~stopped
             waits = tf.where(living & arrived)[:, 0]
             nobody = tf.constant([living.shape[0]], tf.int64)
             heir = tf.reduce_min(tf.concat([waits, nobody], 0))
@@ -261,6 +266,11 @@ class Turns:
             with tf.control_dependencies([now]):
                 return now, self._lots.drawn.read_value() > now * _LOTS
 
+    def withdraw(self) -> None:
+        """Take back that this worker's gradient is there: its step will not come."""
+        with tf.device(self._device):
+            self._members.put(self._arrived, 0)
+
     def count(self) -> None:
         """Count the step: all go on."""
         own = self.own.read_value()
@@ -294,7 +304,7 @@ class StepWait:
 
         Returns:
             Whether this worker is to apply it, and whether it never will be, as too few
-            take part: each of shape [], bool.
+            take part, or one has stopped: each of shape [], bool.
 
         Raises:
             tf.errors.InvalidArgumentError: the worker that was to apply it is dead, and
@@ -335,7 +345,9 @@ class StepWait:
             look, began = self._turns.look(), tf.timestamp()
             first = [look, wins(look), began]
             look, won, _ = tf.while_loop(goes_on, sleep, first, parallel_iterations=1)
-            return won, (look[OVER] > 0) & (look[NOW] == own) & ~won
+            over = (look[OVER] > 0) & (look[NOW] == own) & ~won
+        tf.cond(over, self._turns.withdraw, lambda: None)
+        return won, over
 
     def _nap(self, began: Any) -> Any:
         return self._members.meetings.nap(began, self._turns.late, SUBJECT)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc.exchanges.downpour import Downpouring
+from tf_dgc.exchanges.ledger import Ledger
 from tf_dgc.exchanges.served import served
 from tf_dgc.servers.tables import Tables
 from tf_dgc.servers.turns import Turns
@@ -149,18 +151,19 @@ class ServedInner(Inner):
             self.members.meetings.barrier()
         self.fetch()
 
-    def _leave_clocks(self) -> None:
-        """Hold nobody back who still trains."""
+    def _leave_clocks(self, stops: bool = False) -> None:
+        """Hold nobody back who still trains; or let a callback end what all train."""
         for exchange in served(self.core.ledger.exchanges()):
             if exchange.clocks is not None:
                 exchange.clocks.leave()
+        for turns in _turns_of(self.core.ledger):
+            turns.attendance.leave(stops)
         for turns in self._turns():
             turns.attendance.leave()
 
     def _turns(self) -> list[Turns]:
-        turns = [exchange.turns for exchange in served(self.core.ledger.exchanges())]
         of_sums = [] if self._sums is None else self._sums.turns
-        return [*of_sums, *[each for each in turns if each is not None]]
+        return [*of_sums, *_turns_of(self.core.ledger)]
 
     # Runs.
 
@@ -184,7 +187,7 @@ class ServedInner(Inner):
             self.members.succession.leave()
             self.core.extended.training_next = False
             with contextlib.suppress(tf.errors.OpError):  # of a server that has failed
-                self._leave_clocks()
+                self._leave_clocks(bool(model.stop_training))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -196,10 +199,8 @@ class ServedInner(Inner):
             self.fits.evaluating -= 1
 
     def _end_fit(self) -> None:
-        """End `fit`, where too few others are left for a step."""
-        self.core.warn(
-            ["The others have ended: what this worker computes further is dropped"]
-        )
+        """End `fit`, where too few others are left for a step, or one has stopped."""
+        self.core.warn([_told_of_end(_turns_of(self.core.ledger))])
         if self.fits.model is not None:
             self.fits.model.stop_training = True
 
@@ -223,3 +224,20 @@ class ServedInner(Inner):
                 f"its last backup. TensorFlow says: {error.message}"
             )
             raise type(error)(error.node_def, error.op, text) from error
+
+
+def _turns_of(ledger: Ledger) -> list[Turns]:
+    """Return the turns of steps that workers take together, but for sums of losses."""
+    found = [exchange.turns for exchange in served(ledger.exchanges())]
+    return [turns for turns in found if turns is not None]
+
+
+def _told_of_end(turns: Sequence[Turns]) -> str:
+    """Say why a worker computes nothing further for the others."""
+    stopped = {k for t in turns for k in np.flatnonzero(t.attendance.stopped())}
+    if not stopped:
+        return "The others have ended: what this worker computes further is dropped"
+    return (
+        f"A callback has stopped `fit` on workers {sorted(map(int, stopped))}: it ends "
+        "on the others after the same step"
+    )
