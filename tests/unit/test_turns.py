@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.quorum import Rule
 from tf_dgc.servers.shards import Shard
 from tf_dgc.servers.shared import Servers
-from tf_dgc.servers.turns import Turns
+from tf_dgc.servers.turns import NOW, STUCK, Turns
 
 DEVICE = "/job:localhost/replica:0/task:0/device:CPU:0"
 TIMEOUT = 30.0
@@ -270,6 +271,28 @@ class TurnsTest(tf.test.TestCase):
             tf.errors.InvalidArgumentError, "has died while it applied a step"
         ):
             job.step(1, drawn(1, 0))
+
+    def test_one_late_look_is_no_sign_that_somebody_has_died(self) -> None:
+        job, looks = Job(2), list[int]()
+        for k in range(2):  # both train, and nobody has come yet
+            job.together[k]._members.put(job.turns(k).attendance.places, INSIDE)
+        turns = job.turns(0)
+        members, look = turns._members, turns.look
+
+        def looks_late() -> tf.Tensor:
+            looks.append(len(looks))
+            found = look().numpy()
+            if looks[-1] == 1:  # in the instant in which a step ends
+                time.sleep(2 * members.liveness)
+                found[STUCK] = 1
+            elif looks[-1] == 2:
+                found[NOW] += 1
+            return tf.constant(found)
+
+        with mock.patch.object(turns, "look", looks_late):
+            applies, over = turns.wait()
+        self.assertFalse(applies or over)
+        self.assertLen(looks, 3)
 
     def test_a_lot_that_comes_too_late_is_given_back(self) -> None:
         job = Job(2, backup_workers=1)

@@ -310,7 +310,7 @@ class StepWait:
             tf.errors.InvalidArgumentError: the worker that was to apply it is dead, and
                 there is no rule.
         """
-        own = self._turns.own.read_value()
+        own, never = self._turns.own.read_value(), tf.constant(np.inf, tf.float64)
 
         def wins(look: tf.Tensor) -> tf.Tensor:
             ready = (look[READY] > 0) & (
@@ -325,8 +325,10 @@ class StepWait:
 
         def sleep(look: tf.Tensor, won: tf.Tensor, since: tf.Tensor) -> list[tf.Tensor]:
             with tf.device("CPU:0"):
-                since = tf.where(look[STUCK] > 0, since, tf.timestamp())
-                lasts = tf.timestamp() - since < self._members.liveness
+                now = tf.timestamp()
+                # From the first look on that has seen it: this worker may be slow.
+                since = tf.where(look[STUCK] > 0, tf.minimum(since, now), never)
+                lasts = now - since < self._members.liveness
                 required = [] if self._turns.quorum else [values.require(lasts, _torn)]
                 with tf.control_dependencies(required):
                     slept = tf.numpy_function(
@@ -343,7 +345,7 @@ class StepWait:
 
         with tf.device("CPU:0"):
             look, began = self._turns.look(), tf.timestamp()
-            first = [look, wins(look), began]
+            first = [look, wins(look), never]
             look, won, _ = tf.while_loop(goes_on, sleep, first, parallel_iterations=1)
             over = (look[OVER] > 0) & (look[NOW] == own) & ~won
         tf.cond(over, self._turns.withdraw, lambda: None)
