@@ -267,6 +267,22 @@ class ServersTest(WithServers):
         self.assertIn(again, err)
         self.assertNotIn("others go on", err)
 
+    def test_so_is_the_last_that_runs(self) -> None:
+        script = self.script("""
+            if kind == "ps":
+                serve()
+            print("attempt", attempt, flush=True)
+            if rank == 0 and attempt < 2:
+                sys.exit(9)
+            """)
+        for workers in ("1", "2"):  # the other ends well at once
+            how = "-n", workers, "--ps", "1", "--restarts", "2"
+            status, out, err = self.run_to_end(*how, script)
+            self.assertEqual(status, 0, err)
+            attempts = [line for line in out if "[0] attempt" in line]
+            self.assertEqual(attempts, [f"[0] attempt {i}" for i in range(3)])
+            self.assertNotIn("tf-dgc-run: starting again", err)  # as a whole
+
     def test_when_no_restarts_are_left_the_others_go_on(self) -> None:
         script = self.script("""
             if kind == "ps":

@@ -115,7 +115,9 @@ class Apart:
             first = next(task for task, code in enumerate(workers) if code)
             status = status_of(workers[first] or 1)
             return End(status, "all groups have failed", self._tasks.names()[first])
-        over = None not in workers and not self._failed
+        failed = {worker for worker, code in enumerate(workers) if code}
+        # Who has failed, and is not given up, begins again, or has just begun.
+        over = None not in workers and failed <= self._given_up
         return End(status_of(workers[0] or 0)) if over else None
 
     def _end_of_servers(
