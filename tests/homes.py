@@ -47,6 +47,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_data": """exchanges.parts strategies.distribution
         strategies.first_builds strategies.slicing""",
     "unit/test_dgc": "exchanges.applied exchanges.figures exchanges.residual",
+    "unit/test_elements": "strategies.batch_rows",
     "unit/test_horovod_names": "horovod.options",
     "unit/test_losses": """strategies.cuts strategies.formulas strategies.known
         strategies.number_terms strategies.readings strategies.row_axes

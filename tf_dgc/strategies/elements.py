@@ -7,33 +7,16 @@ it cannot be told which of them have the rows, as of graphs that are merged into
 the element is refused.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
+from tf_dgc.strategies.batch_rows import ADVICE, BatchRows, Memory
 from tf_dgc.strategies.slicing import INPUTS, OTHERS, TARGETS, Component
-from tf_dgc.values import require
 
 _ROWS, _WHOLE, _OPEN = range(3)  # kinds; open until its number of rows is seen
-_ADVICE = (
-    "An element must be (x, y, ...) in which y, and at least one tensor of x, have a "
-    "row for each of the batch. Graphs that are merged into one, or tokens of all "
-    "sequences in one tensor, cannot be divided: give ragged or padded tensors, with a "
-    "row for each graph or sequence, and merge them in the model; or let each worker "
-    "make its own batches, by `strategy.distribute_datasets_from_function`. A tensor "
-    "that all rows share goes to all workers whole where its shape has its number of "
-    "rows (`tf.ensure_shape`), and the others have None"
-)
-
-
-class Memory(NamedTuple):
-    """Memory of the batches before: see `ElementLayout`."""
-
-    first: tf.Variable  # rows of the first batch; shape [], int64, 0 before it
-    alike: tf.Variable  # shape [divisible], bool: had as many rows as the batch
-    other: tf.Variable  # likewise, or another number
 
 
 class ElementLayout:
@@ -66,6 +49,15 @@ class ElementLayout:
         self._kinds = [self._kind(i) for i in range(len(self._components))]
         if not self._dynamic:
             self._refuse_by_shape()
+        divisible = [(i, kind) for i, kind in enumerate(self._kinds) if kind != _WHOLE]
+        # The indices of components that may have the rows of the batch.
+        self._divisible = [i for i, _ in divisible]
+        self._batches = BatchRows(
+            [self._components[i] for i in self._divisible],
+            [kind == _ROWS for _, kind in divisible],
+            any(c.group == TARGETS for c in self._tensors()),
+            batch,
+        )
 
     @property
     def divides_all(self) -> bool:
@@ -89,17 +81,7 @@ class ElementLayout:
         """Return variables for what is seen of batches; None where nothing is open."""
         if _OPEN not in self._kinds or not self._dynamic:
             return None
-        own = tf.VariableSynchronization.NONE
-        with tf.init_scope(), tf.device("CPU:0"):
-            return Memory(
-                *(
-                    tf.Variable(value, trainable=False, synchronization=own)
-                    for value in (
-                        tf.zeros([], tf.int64),
-                        *[tf.zeros([len(self._divisible)], tf.bool)] * 2,
-                    )
-                )
-            )
+        return self._batches.memory()
 
     def rows_of(self, element: Any, rank: Any, memory: Memory | None = None) -> Any:
         """Return one worker's part of an element, in the structure of the spec.
@@ -113,7 +95,7 @@ class ElementLayout:
         numbers = [tf.cast(slicing.rows_in(flat[i]), tf.int64) for i in self._divisible]
         count = numbers[self._divisible.index(self._anchor)]
         start, stop = slicing.bounds(count, rank, self._size)
-        by_rows = self._by_rows(tf.stack(numbers), count, memory)
+        by_rows = self._batches.by_rows(tf.stack(numbers), count, memory)
         for place, i in enumerate(self._divisible):
             if self._kinds[i] == _ROWS:
                 flat[i] = slicing.sliced(flat[i], start, stop, self._size)
@@ -127,11 +109,6 @@ class ElementLayout:
 
     def _tensors(self) -> list[Component]:
         return [c for c in self._components if c.has_rows]
-
-    @property
-    def _divisible(self) -> list[int]:
-        """The indices of components that may have the rows of the batch."""
-        return [i for i, kind in enumerate(self._kinds) if kind != _WHOLE]
 
     def _kind(self, index: int) -> int:
         component, anchor = self._components[index], self._anchor
@@ -166,76 +143,9 @@ class ElementLayout:
         if wrong or anchor.rows not in inputs or (is_open and not sure):
             raise ValueError(
                 "The tensors of a dataset's elements have other numbers of rows. "
-                f"{_ADVICE}. Received: elements {self._spec}"
+                f"{ADVICE}. Received: elements {self._spec}"
             )
         self._kinds = [_WHOLE if kind == _OPEN else kind for kind in self._kinds]
-
-    # By what is in a batch.
-
-    def _by_rows(
-        self, numbers: tf.Tensor, count: tf.Tensor, memory: Memory | None
-    ) -> tf.Tensor:
-        """Tell which components have the rows of the batch, shape [divisible], bool.
-
-        Args:
-            numbers: of rows that they have, shape [divisible].
-            count: of rows of the batch, shape [].
-            memory: of the dataset.
-
-        Raises:
-            tf.errors.InvalidArgumentError: that cannot be told.
-        """
-        equal = numbers == count
-        if len(self._divisible) == 1:
-            return equal
-        used = [self._components[i] for i in self._divisible]
-        names = ", ".join(c.name for c in used)
-
-        def told() -> list[Any]:
-            text = "The tensors of a batch have other numbers of rows. "
-            return [f"{text}{_ADVICE}. Numbers of rows of {names}:", numbers]
-
-        first = None if memory is None else memory.first.read_value()
-        require(self._fits(equal, count, first), told, summarize=-1)
-        if memory is None or first is None:
-            return equal
-        alike, other = memory.alike.read_value(), memory.other.read_value()
-        # Nodes of graphs are now more, now less than those of the first batch.
-        steady = tf.reduce_all(equal) | (first == 0) | (count <= first)
-
-        def told_later() -> list[Any]:
-            text = (
-                "A tensor has had as many rows as batches before, and has not now, or "
-                "batches grow: whether it is to be divided cannot be told. "
-            )
-            return [f"{text}{_ADVICE}. Numbers of rows of {names}:", numbers]
-
-        changed = tf.reduce_any(alike & ~other & ~equal)
-        require(steady & ~changed, told_later, summarize=-1)
-        memory.first.assign(tf.where(first == 0, count, first))
-        memory.alike.assign(alike | equal)
-        memory.other.assign(other | ~equal)
-        return equal & ~other
-
-    def _fits(
-        self, equal: tf.Tensor, count: tf.Tensor, first: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Tell whether numbers of rows leave no doubt: shape [], bool."""
-        used = [self._components[i] for i in self._divisible]
-        must = [self._kinds[i] == _ROWS for i in self._divisible]
-        fits = tf.reduce_all(equal | ~tf.constant(must))
-        inputs = [c.group == INPUTS for c in used]
-        if any(inputs):
-            fits &= tf.reduce_any(equal & tf.constant(inputs))
-        targets = any(c.group == TARGETS for c in self._tensors())
-        if self._batch is None:
-            # Targets and inputs have as many rows; what follows them might have others.
-            others = [targets and c.group == OTHERS for c in used]
-            return fits & tf.reduce_all(equal | tf.constant(others))
-        if targets:
-            return fits & (tf.reduce_all(equal) | (count <= self._batch))
-        whole = [tf.equal(n, self._batch) for n in (count, first) if n is not None]
-        return fits & (tf.reduce_all(equal) | tf.reduce_any(tf.stack(whole)))
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
