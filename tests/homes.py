@@ -65,7 +65,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_ledger": "exchanges.opened",
     "unit/test_records": "strategies.core strategies.states",
     "unit/test_reports": "transports.waiting",
-    "unit/test_rendezvous": "transports.presence",
+    "unit/test_rendezvous": """transports.leaving transports.peers
+        transports.presence""",
     "unit/test_resolver": "transports.mesh",
     "unit/test_scope": "strategies.extended strategies.watched",
     "unit/test_scopes": "strategies.fits",

@@ -16,7 +16,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import presence, rendezvous, turnstile, watchdog
+from tf_dgc.transports import leaving, peers, presence, rendezvous, turnstile, watchdog
 from tf_dgc.transports.rendezvous import NoHybridTransport
 
 
@@ -293,8 +293,7 @@ class LeavingTest(tf.test.TestCase):
 
     def waits(self, address: str, done_after: int, timeout: float = 100.0) -> int:
         """Return how often it looks for the other, and check that it leaves then."""
-        addresses = ["127.0.0.1:1", address]
-        own = presence.Presence(addresses, 0, timeout, mock.Mock())
+        own = leaving.Leaving(peers.Peers(["127.0.0.1:1", address], 0), timeout)
         asked: list[str] = []
 
         def wait_for_key(key: str, seconds: float) -> str:
@@ -328,7 +327,7 @@ class LeavingTest(tf.test.TestCase):
     def test_waiting_for_one_that_has_been_done_for_long_is_in_vain(self) -> None:
         calls = mock.Mock(where=turnstile.STEP)
         calls.calls.numpy.return_value = 7
-        own = presence.Presence(["a:1", "b:1"], 0, 5.0, calls)
+        own = presence.Presence(peers.Peers(["a:1", "b:1"], 0), 5.0, calls)
 
         def wait_for_key(key: str, seconds: float) -> str:
             if key == "tf_dgc/done/1":
@@ -350,7 +349,8 @@ class LeavingTest(tf.test.TestCase):
     def all_leave(self, *published: str) -> bool:
         calls = mock.Mock()
         calls.calls.numpy.return_value = 8
-        own = presence.Presence(["a:1", "b:1", "c:1"], 0, 5.0, calls)
+        three = peers.Peers(["a:1", "b:1", "c:1"], 0)
+        own = presence.Presence(three, 5.0, calls)
 
         def wait_for_key(key: str, seconds: float) -> str:
             if key.removeprefix("tf_dgc/") in published:

@@ -17,7 +17,9 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import base, ending, gathering, rendezvous
+from tf_dgc.transports.leaving import Leaving
 from tf_dgc.transports.local import LocalTransport
+from tf_dgc.transports.peers import Peers
 from tf_dgc.transports.presence import Presence, PresenceApart
 from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
 from tf_dgc.transports.watchdog import Watchdog
@@ -118,12 +120,13 @@ class CollectiveTransport(base.Transport):
         self._first_group, self._groups = _FIRST_GROUP, itertools.count(1)
         self.addresses = list(addresses)
         self._ranks: Sequence[int] = range(len(addresses))  # among all workers
-        args = self.addresses, rank, self.timeout, self._turnstile
+        peers = Peers(self.addresses, rank)
+        args = peers, self.timeout, self._turnstile
         self._presence = presence = Presence(*args)
         calls = self._turnstile.calls
         Watchdog(calls, self.timeout, presence.abort, presence.in_vain)
         ending.watch()
-        atexit.register(self._leave)
+        atexit.register(Leaving(peers, self.timeout).leave)
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
@@ -226,9 +229,6 @@ class CollectiveTransport(base.Transport):
     def all_leave(self) -> bool:
         """Tell whether all workers leave where this one does."""
         return self._presence.all_leave()
-
-    def _leave(self) -> None:
-        self._presence.leave()
 
     def _reduce(self, vector: tf.Tensor, name: str) -> tf.Tensor:
         with self._turnstile.entered(vector, name) as leave:
