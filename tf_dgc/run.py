@@ -238,9 +238,9 @@ def _command(options: argparse.Namespace) -> Command:
     command = [sys.executable]
     if options.strategy is not None:
         chosen = settings.read(options.strategy, options.sparsity, options.config)
-        command += ["-m", "tf_dgc.launcher.script", chosen.text()]
+        command = [*workers.of_module("tf_dgc.launcher.script"), chosen.text()]
     elif options.trials:
-        command += ["-m", "tf_dgc.launcher.script", NO_STRATEGY]
+        command = [*workers.of_module("tf_dgc.launcher.script"), NO_STRATEGY]
     words = [*command, *(["-m"] if options.module else []), *script]
     return Command(words, script[0], options.module)
 

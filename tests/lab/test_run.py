@@ -71,7 +71,7 @@ class Launched(unittest.TestCase):
 
     def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", "tf_dgc.run", *arguments],
+            [sys.executable, "-P", "-m", "tf_dgc.run", *arguments],
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
             stdin=subprocess.DEVNULL,
@@ -124,6 +124,18 @@ sys.exit(run.main(["-n", "2", {script!r}]))
         told = f"__main__ ['-n', '9', '--', 'x'] {place} {place}"
         self.assertEqual((status, err), (0, ""))
         self.assertEqual(out, [f"[0] {told}", f"[1] {told}"])
+
+    def test_files_of_the_current_folder_hide_no_module(self) -> None:
+        folder = self.folder / "scripts"
+        folder.mkdir()
+        script = self.script(
+            "import random, tf_dgc; print(sys.path[0])", "scripts/train.py"
+        )
+        for name in ("random", "tf_dgc"):
+            (self.folder / f"{name}.py").write_text("raise ImportError('hidden')")
+        for options in ([], ["--strategy", "dgc"]):
+            status, out, err = self.run_to_end("-n", "1", *options, script)
+            self.assertEqual((status, out), (0, [f"[0] {folder.resolve()}"]), err)
 
     def test_a_module_and_any_program(self) -> None:
         self.script("print('module', sys.argv[1:])", "own_module.py")

@@ -269,7 +269,7 @@ class ScriptTest(unittest.TestCase):
         script = folder / "search.py"
         script.write_text("import json, sys; print(json.dumps(sorted(sys.modules)))")
         done = subprocess.run(
-            [sys.executable, "-m", "tf_dgc.launcher.script", "-", str(script)],
+            [sys.executable, "-P", "-m", "tf_dgc.launcher.script", "-", str(script)],
             capture_output=True,
             text=True,
             timeout=60,

@@ -73,7 +73,7 @@ def main(folder: pathlib.Path) -> None:
     """Call the function, and write what comes of it."""
     cloudpickle = importlib.import_module("cloudpickle")
     path, todo = pickle.loads((folder / CALL).read_bytes())
-    sys.path += [each for each in path if each not in sys.path]
+    sys.path[:] = [*path, *(each for each in sys.path if each not in path)]
     call = FunctionCall(*cloudpickle.loads(todo))
     script = importlib.import_module("tf_dgc.launcher.script")
     settings = importlib.import_module("tf_dgc.launcher.settings")

@@ -175,7 +175,7 @@ def _starter(
     folder: pathlib.Path,
     environment: Mapping[str, str],
 ) -> Callable[[int], Group]:
-    words = [sys.executable, "-m", call.__name__, str(folder)]
+    words = [*workers.of_module(call.__name__), str(folder)]
     tasks = workers.Tasks(sum(place.slots for place in places))
 
     def start(attempt: int) -> Group:

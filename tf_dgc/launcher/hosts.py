@@ -19,6 +19,7 @@ from tf_dgc.launcher.workers import (
     Command,
     NotThere,
     Tasks,
+    of_module,
 )
 
 # Of this process's environment, what workers elsewhere get.
@@ -364,7 +365,7 @@ class _Agent:
 def _line(host: Host, environment: Mapping[str, str], ssh: Ssh) -> list[str]:
     """Return the command that starts the agent of a host."""
     path = environment.get("PYTHONPATH", "")
-    python = [sys.executable, "-m", agent.__name__]
+    python = of_module(agent.__name__)
     there = ["env", f"PYTHONPATH={path}", *python] if path else python
     folder = shlex.quote(os.getcwd())
     beat = max(1, int(ssh.silence / 3))

@@ -169,6 +169,12 @@ def run(script: str, arguments: Sequence[str], module: bool = False) -> None:
         raise
 
 
+def find_first(folder: str) -> None:
+    """Let the modules of a folder be found first, as Python does for a script's."""
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, folder)
+
+
 def _run_file(path: str) -> None:
     # Not by runpy: it takes the module away again, which functions may still need when
     # this process ends, and what unpickles them looks into `__main__`.
@@ -186,8 +192,7 @@ def main(argv: Sequence[str]) -> None:
     module = rest[:1] == ["-m"]
     script, *arguments = rest[module:]
     folder = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
+    find_first(folder)
     when_imported("keras_tuner", _share_tuners)
     if text != settings.NO_STRATEGY:
         set_strategy(settings.of_text(text))

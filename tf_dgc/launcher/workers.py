@@ -189,6 +189,11 @@ class Command(NamedTuple):
             raise NotThere(f"cannot start {self.script}: {problem}")
 
 
+def of_module(name: str) -> list[str]:
+    """Return the command of a module, which no file of the current folder hides."""
+    return [sys.executable, "-P", "-m", name]
+
+
 def _is_module(name: str) -> bool:
     sys.path.insert(0, "")  # this folder
     try:

@@ -66,7 +66,7 @@ def _start(
     environment: Mapping[str, str],
 ) -> Callable[[int], Group]:
     told = json.dumps({"path": path, "steps": steps, "workers": size > 1})
-    command = [sys.executable, "-m", "tf_dgc.verify.script", told, *script.words]
+    command = [*workers.of_module("tf_dgc.verify.script"), told, *script.words]
 
     def start(attempt: int) -> Group:
         script.require()

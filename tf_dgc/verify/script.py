@@ -30,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
     module = rest[:1] == ["-m"]
     name, *arguments = rest[module:]
     folder = os.getcwd() if module else os.path.dirname(os.path.realpath(name))
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
+    script.find_first(folder)
     recording = importlib.import_module("tf_dgc.verify.recording")
     quiet = importlib.import_module("tf_dgc.verify.quiet")
     if told["workers"]:
