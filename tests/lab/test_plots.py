@@ -57,6 +57,16 @@ class PlotsTest(tf.test.TestCase):
         (loss,) = figure.axes[0].get_lines()
         self.assertAllEqual(loss.get_xdata(), [7, 14, 21])
 
+    def test_compression_is_labelled_by_plain_numbers(self) -> None:
+        for ratios, label in (([14.0, 70.0], "20"), ([3.0, 900.0], "100")):
+            record = {"loss": [2.0, 1.0], "compression": ratios}
+            figure = plots.loss_and_compression(record)
+            figure.canvas.draw()
+            _, right = figure.axes
+            labels = [text.get_text() for text in right.get_yticklabels(which="both")]
+            self.assertIn(label, labels)
+            self.assertNotIn("$", "".join(labels))
+
     def test_sparsity_by_layer(self) -> None:
         history = trained()
         figure = plots.sparsity_by_layer(history, epoch=1)

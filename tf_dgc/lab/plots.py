@@ -32,6 +32,14 @@ def _record_of(history: Any, wanted: str) -> Mapping[str, Sequence[float]]:
     return record
 
 
+def _label_ticks(axis: Any) -> None:
+    """Label the ticks of a logarithmic axis by plain numbers."""
+    from matplotlib import ticker
+
+    axis.set_major_formatter(ticker.LogFormatter())
+    axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False))
+
+
 def loss_and_compression(history: Any, steps_per_epoch: int | None = None) -> Any:
     """Draw the losses and the compression ratio over the steps of training.
 
@@ -53,19 +61,18 @@ def loss_and_compression(history: Any, steps_per_epoch: int | None = None) -> An
     # A fit that was resumed does not begin at epoch 0.
     epochs = getattr(history, "epoch", None) or range(len(record["compression"]))
     ends = [(epoch + 1) * (steps or 1) for epoch in epochs]
-    pyplot = _pyplot()
-    figure, left = pyplot.subplots(figsize=(8, 4.5))
+    figure, left = _pyplot().subplots(figsize=(8, 4.5), layout="constrained")
     right = left.twinx()
     for name in ("loss", "val_loss"):
         if name in record:
-            left.plot(ends, record[name], label=name)
+            left.plot(ends, record[name], marker=".", label=name)
+    # An epoch's ratio is that of the steps before its end.
     ratios = record["compression"]
-    right.step(ends, ratios, "k:", where="mid", label="dense bytes / sent")
+    right.step(ends, ratios, "k.:", where="pre", label="dense bytes / sent bytes")
     left.set(xlabel="step" if steps else "epoch", ylabel="loss")
     right.set(ylabel="compression", yscale="log")
-    lines = [*left.get_lines(), *right.get_lines()]
-    left.legend(lines, [line.get_label() for line in lines], loc="upper right")
-    figure.tight_layout()
+    _label_ticks(right.yaxis)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
