@@ -27,6 +27,12 @@ FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n(.*?)^\1\2 *$", re.M | re.S)
 SHELLS = ("bash", "sh", "shell", "console")
 RECORDS = (config.DGCConfig, config.AveragingConfig, config.DownpourConfig)
 README_LINES = 150
+# Lines to put into a script of one's own: they begin blocks that stand in no example.
+FRAGMENTS = (
+    "compression = tf_dgc.DGCConfig(sparsity=0.99)",
+    "config = tf_dgc.AveragingConfig(period=16, compression=tf_dgc.DGCConfig())",
+    "from ray import tune",
+)
 
 
 class Block(NamedTuple):
@@ -77,6 +83,12 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
         for code in python(text):
             for node in ast.walk(ast.parse(code)):
                 yield name, node
+
+
+def plain_lines(code: str) -> list[str]:
+    """Return the lines of Python without comments, line breaks and indentation."""
+    text = ast.unparse(ast.parse(textwrap.dedent(code)))
+    return [line.strip() for line in text.splitlines()]
 
 
 def slug(heading: str) -> str:
@@ -234,6 +246,25 @@ class Pages(unittest.TestCase):
                     ast.parse(code)
                 except SyntaxError as error:
                     wrong.append(f"{name}: {error.text}")
+        self.assertEqual(wrong, [])
+
+    def test_python_of_a_tutorial_is_run_or_stands_in_an_example(self) -> None:
+        paths = (ROOT / "examples").rglob("*.py")
+        examples = [plain_lines(path.read_text()) for path in paths]
+        wrong = []
+        for page in sorted((DOCS / "tutorials").glob("*.md")):
+            text = page.read_text()
+            for found in FENCE.finditer(text):
+                sentence = text[: found.start()].rstrip().rpartition("\n\n")[2]
+                # tests/lab/test_tutorials.py runs these.
+                run = re.search(r"Save this as `|the script now reads:$", sentence)
+                if found[3] != "python" or run:
+                    continue
+                lines = plain_lines(found[4])
+                if lines[0] not in FRAGMENTS and not any(
+                    all(line in left for line in lines) for left in map(iter, examples)
+                ):
+                    wrong.append(f"{page.name}: {lines[0]}")
         self.assertEqual(wrong, [])
 
     def test_settings_in_python_are_those_of_the_records(self) -> None:
