@@ -282,6 +282,10 @@ class ServersTest(WithServers):
             attempts = [line for line in out if "[0] attempt" in line]
             self.assertEqual(attempts, [f"[0] attempt {i}" for i in range(3)])
             self.assertNotIn("tf-dgc-run: starting again", err)  # as a whole
+        status, _, err = self.run_to_end("-n", "1", "--ps", "1", script)
+        self.assertEqual(status, 9)
+        self.assertIn("worker 0 ended with status 9", err)
+        self.assertNotIn("the others go on", err)  # there are none
 
     def test_when_no_restarts_are_left_the_others_go_on(self) -> None:
         script = self.script("""

@@ -173,7 +173,7 @@ class Apart:
                 self._count(f"{text}; starting it again")
                 return
         self._given_up.add(number)
-        self._say(f"{text}; the others go on")
+        self._say(f"{text}; the others go on" if len(self._units) > 1 else text)
 
 
 def status_of(code: int) -> int:
