@@ -40,15 +40,43 @@ class StopsAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class Counts(keras.Sequential):
+    """Counts rows and steps, and is trained where the loss is more than `least`."""
+
+    def __init__(self, layers: list[Any], least: float) -> None:
+        super().__init__()
+        self.least = least
+        self.rows = keras.Variable(0.0, trainable=False)
+        self.calls = tf.Variable(0, trainable=False)
+        for layer in layers:
+            self.add(layer)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.rows.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        self.calls.assign_add(1)
+        tf.cond(
+            loss > self.least,
+            lambda: self.optimizer.apply(gradients, variables),
+            lambda: None,
+        )
+        return {"loss": loss}
+
+
 def model(kind: str, **options: Any) -> keras.Model:
     keras.utils.set_random_seed(5)
+    least = options.pop("least", None)
     layers = [
         keras.Input((4,)),
         keras.layers.Dense(8, activation="relu"),
         keras.layers.BatchNormalization(momentum=0.5),
         keras.layers.Dense(1),
     ]
-    made = keras.Sequential(layers)
+    made = keras.Sequential(layers) if least is None else Counts(layers, least)
     accumulate = options.pop("accumulate", None)
     optimizer = keras.optimizers.SGD(
         0.05, momentum=0.9, gradient_accumulation_steps=accumulate
@@ -70,6 +98,7 @@ def fitted(made: keras.Model, batches: int | None, **options: Any) -> dict[str, 
     return {
         "seen": stops.seen,
         "iterations": int(made.optimizer.iterations),
+        "counted": [int(getattr(made, name, 0)) for name in ("rows", "calls")],
         "weights": [w.tolist() for w in made.get_weights()],
         "trained": [w.numpy().tolist() for w in made.trainable_weights],
         "loss": history.history["loss"],

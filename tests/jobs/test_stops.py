@@ -12,6 +12,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 ALL = {"batches": [5, 5]}
 SOME = {"batches": [None, 4]}
+# Steps of these exchange nothing, and tell nothing; they count rows.
+ALL_IN_SILENCE = ALL | {"compile": {"least": 1e9}}
+SOME_IN_SILENCE = SOME | {"compile": {"least": 1e9}}
 CASES: list[dict[str, Any]] = [
     ALL,
     SOME,
@@ -24,6 +27,8 @@ CASES: list[dict[str, Any]] = [
     {"batches": [5, 5], "compile": {"accumulate": 4}},
     {"batches": [None, 5], "compile": {"accumulate": 4}},
     {"batches": [None, 3], "compile": {"run_eagerly": True}},
+    ALL_IN_SILENCE,
+    SOME_IN_SILENCE,
 ]
 
 
@@ -40,6 +45,7 @@ class EndsTogetherTest(parameterized.TestCase):
         self.assertLen(one["loss"], 1)
         self.assertEqual(one["loss"], two["loss"])
         self.assertEqual(one["trained"], two["trained"])
+        self.assertEqual(one["counted"], two["counted"])
         for own in found:
             if (expected := own.pop("expected", None)) is not None:
                 self.assertEqual(own, expected)
@@ -50,7 +56,7 @@ class EndsTogetherTest(parameterized.TestCase):
                 self.assertEqual(one["iterations"], asked[0] + 1)
 
     def test_whoever_asks(self) -> None:
-        self.check("dense", [ALL, SOME])
+        self.check("dense", [ALL, SOME, ALL_IN_SILENCE, SOME_IN_SILENCE])
 
     @pytest.mark.extended
     def test_averaging(self) -> None:

@@ -27,8 +27,8 @@ class Snapshot:
             _ = each.state  # a round in flight is waited for, and is whole then
         owners = [model, *_host.keras.optimizers_of(model)]
         variables = [_host.keras.plain(v) for each in owners for v in each.variables]
-        variables += [_host.keras.plain(v) for v in model.metrics_variables]
         found = [(_host.distribute.components_of(v) or (v,))[0] for v in variables]
+        found += _host.keras.changed_by_steps(model) + _host.keras.random_states(model)
         for each in exchanges:
             found += _variables_in(each)
         unique = {id(variable): variable for variable in found}

@@ -2,8 +2,9 @@
 
 A callback, or a step, sets `model.stop_training`, maybe on one worker only. The votes
 travel with the gradients: a worker that ends takes part in further steps until all
-know, and then all end. Where all have ended after the same batch, as one process does,
-what these steps have changed is taken back.
+know, and then all end. Steps that exchange no gradients tell nothing: then all know at
+the end of the epoch's data, where they meet. Where all have ended after the same batch,
+as one process does, what these steps have changed is taken back.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ class _Training:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.steps: Iterator[Any] = iter(())  # of the epoch
-        self.batches = 0  # done in the epoch
+        self.batches = 0  # done in the epoch, until this worker asks to end
+        self.done = 0  # and those in which it took part since
+        self.before: Snapshot | None = None  # as all was when it asked
         self.asked = False  # whether this worker has asked to end
         self.settled = False  # whether all know, and who has asked was told
         self.names: list[str] = []  # of callbacks
@@ -104,6 +107,7 @@ class Stopping:
             callbacks: of the `fit`.
         """
         model, training.batches = training.model, batches
+        training.done = batches
         if self.ballot.last.numpy().any():
             if self._ledger.lockstep:  # else at the end of the epoch, where all meet
                 self._tell(training)
@@ -119,29 +123,28 @@ class Stopping:
 
     def _take_part(self, training: _Training) -> None:
         """Take part in steps of those that train, until all know of this one's vote."""
-        model = training.model
-        before, steps = Snapshot(model, self._ledger.exchanges()), 0
+        training.before = Snapshot(training.model, self._ledger.exchanges())
         while not self.ballot.last.numpy().any():
             try:
-                *_, iterator = next(training.steps)
-                model.train_function(iterator)
+                *_, last, iterator = next(training.steps)
+                training.model.train_function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
-                if not (steps and isinstance(self._ledger.transport, Sites)):
-                    before.put_back()  # nothing was exchanged
-                return
-            steps += 1
-        votes = self.ballot.last.numpy()
-        if self._tell(training) and votes.all():
-            before.put_back()
+                sites = isinstance(self._ledger.transport, Sites)
+                if sites and training.done > training.batches:
+                    training.before = None  # workers of a site have exchanged
+                return  # all are told at the end of the data
+            training.done = last + 1
+        self._tell(training)
 
-    def _tell(self, training: _Training) -> bool:
-        """Say who has ended training, and why; return whether all have, after a batch.
+    def _tell(self, training: _Training) -> None:
+        """Say who has ended training, and why; as one process does, where all have.
 
         All workers call this.
         """
         record = {
             "asked": training.asked,
             "batches": training.batches,
+            "done": training.done,
             "names": training.names,
         }
         records = handshake.tell(self._transport, "end of training", record)
@@ -149,37 +152,46 @@ class Stopping:
         asked = [rank for rank, each in enumerate(records) if each["asked"]]
         alike = {each["batches"] for each in records}
         if len(asked) == len(records) and len(alike) == 1:
-            return True
-        if self._transport.rank == 0:
+            if training.before is not None:
+                training.before.put_back()
+        elif self._transport.rank == 0:
             who = "; ".join(_told(rank, records[rank]) for rank in asked)
             _logger.warning(
                 "Training ends on all %d workers, after %d batches of the epoch: %s",
                 len(records),
-                max(alike),
+                max(each["done"] for each in records),
                 who,
             )
-        return False
 
     def after_epoch(self, training: _Training, callbacks: Sequence[Any]) -> None:
         """End training on all workers where one of them has ended it by now."""
-        model = training.model
         if training.settled:
             return
         self._settle()
-        if model.stop_training and not training.asked:
+        if training.model.stop_training and not training.asked:
             self._ask(training, _stoppers(callbacks, "epoch"))
+        self._meet(training)
+
+    def _meet(self, training: _Training) -> None:
+        """End training on all workers where one has asked for it; all call this."""
         votes = self._transport.all_gather(self.ballot.own.read_value(), "stops")
         if tf.reduce_any(votes > 0):
             self._tell(training)
-            model.stop_training = True
+            training.model.stop_training = True
 
     @contextlib.contextmanager
     def at_the_end_of_data(self, training: _Training) -> Iterator[None]:
-        """Let others know that this worker has no more batches in the epoch."""
+        """Let others know that this worker has no more batches in the epoch.
+
+        Here all meet, and end training where one has asked for it in a step that told
+        nothing.
+        """
         if not self._ledger.lockstep:
             yield
             return
         with self._transport.at_end(training.batches):
+            if not training.settled:
+                self._meet(training)
             yield
 
 
