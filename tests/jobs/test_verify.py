@@ -25,6 +25,9 @@ class Keeps(keras.layers.Layer):
         return inputs
 def contrastive(y, p):
     return tf.reduce_mean(tf.square(p - tf.transpose(p)) * y)
+def hardest(y, p):
+    each = tf.reduce_mean(tf.square(y - p), -1)
+    return tf.reduce_mean(tf.math.top_k(each, 1 + tf.shape(each)[0] // 4)[0])
 class Largest(keras.metrics.Metric):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -62,6 +65,7 @@ CAUSES = {
     ),
     "order": ("x, y = (x[::-1], y[::-1]) if rank else (x, y)", "different orders"),
     "contrastive": ("more = {'loss': contrastive}", "compares a row with the others"),
+    "hardest": ("more = {'loss': hardest}", "a top-k, as of hard examples"),
     "queue": (
         "model = keras.Sequential([Keeps(), keras.layers.Dense(1)])",
         "a queue, a counter",

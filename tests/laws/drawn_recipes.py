@@ -266,6 +266,18 @@ LOSSES: Table = {
         "loss = tf.reduce_max(tf.square(outputs - targets))",
         "not a sum|mean of each worker|counts as",
     ),
+    "hardest": Choice(
+        "each = tf.reduce_mean(tf.square(outputs - targets), -1)\n"
+        "many = 1 + tf.shape(outputs)[0] // 2\n"
+        "loss = tf.reduce_mean(tf.math.top_k(each, many)[0])",
+        "something else than sums",
+    ),
+    "mapped": Choice(
+        "loss = tf.map_fn(\n"
+        "    lambda row: tf.reduce_mean(tf.square(row)), outputs - targets\n"
+        ")\n"
+        "loss = tf.reduce_mean(loss)"
+    ),
     "divided": Choice(
         "loss = tf.reduce_mean(tf.square(outputs - targets))\n"
         "loss = loss / tf.distribute.get_strategy().num_replicas_in_sync"
@@ -283,7 +295,8 @@ mine, theirs = context.all_gather(mine, 0), context.all_gather(theirs, 0)
 scores = tf.matmul(mine, theirs, transpose_b=True)
 places = tf.range(tf.shape(scores)[0])
 loss = tf.nn.sparse_softmax_cross_entropy_with_logits(places, scores)
-loss = tf.reduce_mean(loss)"""
+loss = tf.reduce_mean(loss)""",
+        "what this worker has alone",  # beside servers
     ),
 }
 _GRADIENTS = "gradients = tape.gradient(loss, variables)\n"
@@ -339,6 +352,16 @@ self.calls = tf.Variable(0, trainable=False)
 self.sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in self.trained]
 """,
     ),
+    "more_at_times": Choice(
+        _GRADIENTS
+        + _APPLY
+        + """
+self.calls.assign_add(1)
+even = tf.equal(self.calls % 2, 0)
+tf.cond(even, lambda: self.once_more(x, targets), lambda: None)""",
+        "counts as that of a mean",  # where it is neither a mean nor a sum
+        more="self.calls = tf.Variable(0, trainable=False)\n",
+    ),
     "sharpness_aware": Choice(
         _GRADIENTS + _ASCENT + _GRADIENTS + _APPLY,
         "takes a gradient there|uses gradients",  # where these are compressed
@@ -360,7 +383,6 @@ self.teacher = [tf.Variable(v.value, trainable=False) for v in self.trained]
     ),
     "rows": Choice(
         "self.rows.assign_add(tf.cast(tf.shape(outputs)[0], tf.float32))",
-        "its worker's rows",
         more="self.rows = variable('rows', ())\n",
     ),
     "queue": Choice(
@@ -477,6 +499,27 @@ TABLES: dict[str, Table] = {
     "around": AROUND,
     "stop": STOPS,
 }
+# A condition around the last `apply` of a step, and what stands before the data. They
+# are drawn from a generator of their own: other choices stay as they were drawn.
+GUARDS: Table = {
+    "none": Choice(""),
+    "by_the_loss": Choice("tf.reduce_mean(loss) < 0.26"),
+    "if_finite": Choice(
+        "tf.math.is_finite(tf.reduce_sum(loss))\n"
+        "    & tf.reduce_all(tf.math.is_finite(outputs))"
+    ),
+    "by_the_largest": Choice("tf.reduce_max(tf.abs(outputs - targets)) > 0.9"),
+}
+WORDS: Table = {
+    "none": Choice(""),
+    # In an order that each process that is no fork has of its own.
+    "in_a_set": Choice(
+        "numbers = {f'word {i}': i for i in range(6)}\n"
+        "x = x[:, [numbers[word] for word in set(numbers)]]\n"
+    ),
+}
+EAGER: Table = {"none": Choice("False"), "eager": Choice("True")}
+MORE: dict[str, Table] = {"guard": GUARDS, "words": WORDS, "eager": EAGER}
 # What is not drawn where workers are others.
 # At their end Keras alone may count a step that it does not take.
 OF_UNKNOWN_SIZE = ("negatives", "negatives_unknown", "reading_generator")
@@ -486,7 +529,7 @@ OPEN = {
     "metric": ("largest", "updates"),
 }
 _PLAIN = {"data": "numpy", "update": "applied", "state": "none", "stop": "none"}
-_PLAIN |= {"metric": "mae", "around": "twice"}
+_PLAIN |= {"metric": "mae", "around": "twice", "guard": "none"}
 ON_SERVERS = {"mode": "servers", "loss": "keras"} | _PLAIN
 SIMULATED = {"mode": "simulated"} | _PLAIN
 _HEAD = '''\
@@ -564,6 +607,12 @@ class Net(keras.Model):
         for total in self.sums:
             total.assign(tf.zeros_like(total))
 
+    def once_more(self, x, targets):
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss, _ = self.loss_of(x, targets)
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+
     def loss_of(self, x, targets):
         outputs = self(x, training=True)
 {loss}
@@ -609,7 +658,7 @@ def train(strategy, folder):
     y = (values.rand(ROWS, 2) < 0.5).astype("float32")
     found = {{"history": []}}
     fit = {{"epochs": 2, "verbose": 0, "shuffle": False}}
-{data}\
+{words}{data}\
     def made():
         with scope():
             model = Net()
@@ -621,7 +670,8 @@ def train(strategy, folder):
             optimizer = getattr(model, "optimizer", None)
             if optimizer is None:
                 optimizer = keras.optimizers.SGD({rate}, momentum=0.9)
-            model.compile(optimizer, "mse", metrics={metric})
+            options = {{"metrics": {metric}, "run_eagerly": {eager}}}
+            model.compile(optimizer, "mse", **options)
             model.optimizer.build(model.trained)
 
     def fitted(model):
@@ -671,15 +721,19 @@ def drawn(seed: int, **fixed: str) -> dict[str, Any]:
         usual = few and draw.random() < 0.6
         chosen = draw.choice([n for n in table if n not in OPEN.get(name, ())])
         recipe[name] = fixed.get(name, ordinary if usual else chosen)
+    more = Random(f"more of recipe {seed}")
+    for name, table in MORE.items():
+        usual, chosen = more.random() < 0.6, more.choice([*table])
+        recipe[name] = fixed.get(name, next(iter(table)) if usual else chosen)
     recipe = sensible(recipe)
     # Of what may be named, or compared in part only, one at a time: it hides others.
     for what in ("named", "loose"):
-        pairs = zip(TABLES, choices(recipe), strict=True)
+        pairs = zip((*TABLES, *MORE), choices(recipe), strict=True)
         names = [name for name, choice in pairs if getattr(choice, what)]
         draw.shuffle(names)
         for name in names[1:]:
             if name not in fixed:
-                recipe[name] = next(iter(TABLES[name]))
+                recipe[name] = next(iter((TABLES | MORE)[name]))
     return sensible(recipe)
 
 
@@ -688,6 +742,8 @@ def sensible(recipe: dict[str, Any]) -> dict[str, Any]:
     keeps = recipe["data"] in ("negatives", "negatives_unknown", "graphs")
     if recipe["loss"] == "keras":
         recipe["update"] = "applied"
+    if recipe["loss"] == "keras" or _APPLY not in UPDATES[recipe["update"]].text:
+        recipe["guard"] = "none"  # the step is Keras's, or has a condition of its own
     if recipe["stop"] == "at_nan":
         recipe["data"] = "a_bad_row"
     elif recipe["data"] == "a_bad_row":
@@ -711,16 +767,20 @@ def sensible(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def choices(recipe: dict[str, Any]) -> list[Choice]:
     """Return what was chosen of each table."""
-    tables = TABLES | {"mode": MODES | OTHER_MODES}
+    tables = TABLES | MORE | {"mode": MODES | OTHER_MODES}
     return [table[recipe[name]] for name, table in tables.items()]
 
 
 def source(recipe: dict[str, Any]) -> str:
     """Write the script of a recipe; its `train(strategy, folder)` returns figures."""
-    chosen = dict(zip(TABLES, choices(recipe), strict=True))
+    chosen = dict(zip((*TABLES, *MORE), choices(recipe), strict=True))
     usual = recipe["loss"] == "keras"
+    update = chosen["update"].text
+    if guard := chosen["guard"].text:
+        guarded = f"tf.cond(\n    {guard},\n    lambda: {_APPLY},\n    lambda: None,\n)"
+        update = update.replace(_APPLY, guarded)
     step = (_KERAS_STEP if usual else _STEP).format(
-        update=chosen["update"].text, state=chosen["state"].text
+        update=update, state=chosen["state"].text
     )
     head = _HEAD.format(
         title=json.dumps(recipe),
@@ -739,6 +799,8 @@ def source(recipe: dict[str, Any]) -> str:
         seed=recipe["seed"],
         sets=recipe["mode"] == "set",
         first=_indented(chosen["around"].more, 1),
+        eager=chosen["eager"].text,
+        words=_indented(chosen["words"].text, 1),
         data=_indented(chosen["data"].text, 1) + "\n",
         rate=0.02 if recipe["loss"] == "vector" else 0.2,
         metric=chosen["metric"].text,
