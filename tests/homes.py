@@ -19,7 +19,8 @@ TESTED_IN: dict[str, str] = {
     "jobs/test_split_training": """layers.away layers.dense layers.movement
         layers.products""",
     "jobs/test_stops": "strategies.snapshot strategies.stopping",
-    "jobs/test_verify": "verify.command verify.quiet verify.recording",
+    "jobs/test_verify": """verify.command verify.quiet verify.recording
+        verify.step_notes""",
     "lab/test_advise": "lab.measure lab.rates lab.splitting layers.ways",
     "lab/test_launch": "launcher.call launcher.function launcher.workers",
     "lab/test_placement": "lab.kernels",

@@ -4,7 +4,6 @@ The batches are seen where Keras hands them to `strategy.run`, the gradients whe
 optimizer applies them, weights and logs at the end of each batch.
 """
 
-import hashlib
 import inspect
 import pathlib
 import sys
@@ -28,8 +27,8 @@ from tf_dgc.verify.records import (
     sample_of,
     save,
 )
+from tf_dgc.verify.step_notes import StepNotes
 
-_SHOWN = 4  # numbers of each component
 # Callbacks that write files which the script may still need.
 _WRITERS = (
     BackupState,
@@ -60,9 +59,7 @@ class Recorder(keras.callbacks.Callback):
         lists = ("clips", "draws", "left_out", "rows")
         self._notes: dict[str, Any] = {name: [] for name in lists}
         self._steps: list[RecordedStep] = []
-        self._rows: dict[str, list[str]] = {}
-        self._shown: dict[str, list[float]] = {}
-        self._gradients: dict[str, RecordedSample] = {}
+        self._step = StepNotes()
         self._initial: dict[str, RecordedSample] | None = None
 
     def install(self) -> None:
@@ -117,7 +114,7 @@ class Recorder(keras.callbacks.Callback):
             name = getattr(_host.keras.function_of(fn), "__name__", "")
             trains = _host.keras.model_of(fn) is model and name == "train_step"
             if trains:
-                self._note_rows(args[0])
+                self._step.note_rows(args[0])
             result = run(fn, args, kwargs, options)
             if trains and not tf.executing_eagerly():
                 graph = tf.compat.v1.get_default_graph()
@@ -126,21 +123,6 @@ class Recorder(keras.callbacks.Callback):
             return result
 
         return watched
-
-    def _note_rows(self, data: Any) -> None:
-        paths = _named(data)
-        components = [c for c in paths if c[1] is not None]
-
-        def note(*arrays: np.ndarray) -> None:
-            rest = list(arrays)
-            for name, tensor in components:
-                count = len(tf.nest.flatten(tensor, expand_composites=True))
-                own, rest = rest[:count], rest[count:]
-                self._rows[name] = [_digest(row) for row in _rows_of(tensor, own)]
-                self._shown[name] = _first_numbers(own[0])
-
-        flat = tf.nest.flatten([t for _, t in components], expand_composites=True)
-        tf.numpy_function(note, flat, [])
 
     def _note_gradients(
         self,
@@ -155,11 +137,7 @@ class Recorder(keras.callbacks.Callback):
         used = [(g, v) for g, v in pairs if g is not None]
         paths = {id(v.value): _name_of(v) for v in self.model.variables}
         names = _unique([paths.get(id(v), _name_of(v)) for _, v in used])
-
-        def note(*arrays: np.ndarray) -> None:
-            self._gradients |= dict(zip(names, map(sample_of, arrays), strict=True))
-
-        tf.numpy_function(note, [tf.convert_to_tensor(g) for g, _ in used], [])
+        self._step.note_gradients(names, [g for g, _ in used])
         if not tf.distribute.has_strategy():  # as several workers do
             rows = [_name_of(v) for g, v in used if isinstance(g, tf.IndexedSlices)]
             self._notes["rows"] = [] if is_plain_sgd(optimizer) else rows
@@ -187,11 +165,7 @@ class Recorder(keras.callbacks.Callback):
         """
         merged = _host.keras.epoch_logs(self.model, dict(logs or {}))
         numbers = {k: float(np.mean(v)) for k, v in merged.items()}
-        step = RecordedStep(
-            self._rows, self._shown, self._gradients, _weights_of(self.model), numbers
-        )
-        self._steps.append(step)
-        self._rows, self._shown, self._gradients = {}, {}, {}
+        self._steps.append(self._step.ended(_weights_of(self.model), numbers))
         if len(self._steps) == self._count:
             self._end()
 
@@ -209,57 +183,6 @@ class Recorder(keras.callbacks.Callback):
         self._notes["asked"] = self._count
         save(self._path, RecordedRun(self._notes, self._initial or {}, self._steps))
         raise Enough("all steps are recorded")
-
-
-def _named(data: Any) -> list[tuple[str, Any]]:
-    """Return the components of a batch, each with a name."""
-    parts = data if isinstance(data, tuple) else (data,)
-    whole = len(parts) == 1
-    named = []
-    for part, name in zip(parts, ("x", "y", "sample_weight"), strict=False):
-        for path, tensor in keras.tree.flatten_with_path(part):
-            inner = "".join(f"[{each!r}]" for each in path)
-            named.append((("x" if whole else name) + inner, tensor))
-    return named
-
-
-def _rows_of(tensor: Any, arrays: Sequence[np.ndarray]) -> list[bytes]:
-    """Return the content of each row of a component; of a scalar, itself.
-
-    Args:
-        tensor: dense, ragged or sparse.
-        arrays: its parts, as `tf.nest.flatten` has them.
-    """
-    if isinstance(tensor, tf.RaggedTensor):
-        values, *splits = arrays
-        ragged = tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False)
-        return [repr(row).encode() for row in ragged.to_list()]
-    if isinstance(tensor, tf.SparseTensor):
-        indices, values, shape = arrays
-        rows = range(int(shape[0]))
-        return [
-            indices[indices[:, 0] == i][:, 1:].tobytes()
-            + values[indices[:, 0] == i].tobytes()
-            for i in rows
-        ]
-    (array,) = arrays
-    if array.ndim == 0:
-        return [_content(array)]
-    return [_content(row) for row in array]
-
-
-def _content(array: Any) -> bytes:
-    array = np.asarray(array)
-    return repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
-
-
-def _digest(row: bytes) -> str:
-    return hashlib.blake2b(row, digest_size=8).hexdigest()
-
-
-def _first_numbers(array: np.ndarray) -> list[float]:
-    numeric = np.issubdtype(array.dtype, np.number)
-    return np.ravel(array)[:_SHOWN].astype(float).tolist() if numeric else []
 
 
 def _weights_of(
