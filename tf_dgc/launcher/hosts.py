@@ -204,6 +204,28 @@ class Hosts:
         self._over.set()
 
 
+class _Ends:
+    """Ends of the tasks of a host, as far as its agent has told them."""
+
+    def __init__(self, count: int) -> None:
+        """Begin with tasks that run."""
+        self.codes: list[int | None] = [None] * count
+        self._starts, self._lock = [0] * count, threading.Lock()
+
+    def begin_again(self, task: int) -> None:
+        """Note that a task runs again."""
+        with self._lock:
+            self._starts[task] += 1
+            self.codes[task] = None
+
+    def take(self, ends: Sequence[tuple[int, int | None]]) -> None:
+        """Note how tasks ended, as far as that was their last start."""
+        with self._lock:
+            for task, (starts, code) in enumerate(ends):
+                if starts == self._starts[task]:
+                    self.codes[task] = code
+
+
 class _Agent:
     """A connection to the agent of a host."""
 
@@ -220,10 +242,9 @@ class _Agent:
         self.started = False
         self.refused: tuple[str, bool] | None = None  # why, and whether for good
         count = host.slots + servers
-        self._codes: list[int | None] = [None] * count
-        self._starts = [0] * count
+        self._ends = _Ends(count)
         self._done = self._closing = False
-        self._ordering, self._codes_lock = threading.Lock(), threading.Lock()
+        self._ordering = threading.Lock()
         self._process = subprocess.Popen(
             _line(host, environment, ssh),
             stdin=subprocess.PIPE,
@@ -276,25 +297,16 @@ class _Agent:
     def exit_codes(self) -> list[int | None]:
         """Return what is known of the workers; those of a lost host have failed."""
         if not self._done:
-            return list(self._codes)
-        return [_LOST if code is None else code for code in self._codes]
+            return list(self._ends.codes)
+        return [_LOST if code is None else code for code in self._ends.codes]
 
     def again(self, task: int, environment: Mapping[str, str]) -> bool:
         """Start a task again that has ended; tell whether there is anybody to do so."""
         if self._done:
             return False
-        with self._codes_lock:
-            self._starts[task] += 1
-            self._codes[task] = None
+        self._ends.begin_again(task)
         self.order(again=task, environment=dict(environment))
         return True
-
-    def _take(self, ends: Sequence[tuple[int, int | None]]) -> None:
-        """Note how tasks ended, as far as that was their last start."""
-        with self._codes_lock:
-            for task, (starts, code) in enumerate(ends):
-                if starts == self._starts[task]:
-                    self._codes[task] = code
 
     def close(self, deadline: float, give_up: Callable[[], object]) -> None:
         """Wait for the agent's end, then end the connection.
@@ -327,7 +339,7 @@ class _Agent:
         finally:
             for sink in self._sinks.values():  # of a host that is lost
                 sink.close()
-            if self.started and None in self._codes and not self._closing:
+            if self.started and None in self._ends.codes and not self._closing:
                 output.ERR.write(prefix + b"the connection is lost\n")
             self._done = True
 
@@ -349,7 +361,7 @@ class _Agent:
                 text, final = json.loads(content)
                 self.refused = str(text), bool(final)
             elif kind == "codes":
-                self._take(json.loads(content))
+                self._ends.take(json.loads(content))
 
     def _show(self, kind: str, content: bytes) -> None:
         """Hand on what a worker has printed; nothing is the end of that."""

@@ -55,6 +55,45 @@ def _named(ranks: Sequence[int]) -> str:
     return f"worker{'s' * (len(ranks) > 1)} {numbers}"
 
 
+class OwnEnd:
+    """End of a job by a signal that this process got, or by the time.
+
+    Attributes:
+        received: the signals that came to this process, and are passed on.
+        deadline: when the time is out.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        """Take over the signals of this process.
+
+        Args:
+            timeout: seconds until all is ended, or None.
+        """
+        self.received: list[int] = []
+        self._timeout = timeout
+        self.deadline = time.monotonic() + timeout if timeout else float("inf")
+        for signum in PASSED_ON:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, lambda number, _: self.received.append(number))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes
+
+    def now(self) -> End | None:
+        """Return how the job ends by these, None where it goes on."""
+        if self.received:
+            number = self.received[0]
+            return End(128 + number, f"received signal {number}")
+        if time.monotonic() > self.deadline:
+            return End(TIMED_OUT, f"no end after {self._timeout:g} seconds")
+        return None
+
+    def wait(self, seconds: float) -> End | None:
+        """Wait so long, or until the job ends by these; return how."""
+        end, over = None, time.monotonic() + seconds
+        while time.monotonic() < over and (end := self.now()) is None:
+            time.sleep(POLL_SECONDS)
+        return end
+
+
 class Job:
     """Runs workers until all have ended well, or one has not.
 
@@ -85,17 +124,12 @@ class Job:
             view: shows what is to be seen; by default all.
         """
         self.view = screen.All() if view is None else view
-        self.received: list[int] = []
         self.before_servers: Callable[[], None] = lambda: None
         output.NAME[0] = name
         output.open_standard_files()
-        self._timeout, self._grace = timeout, grace
-        self._tasks = tasks or Tasks(0)
-        self._deadline = time.monotonic() + timeout if timeout else float("inf")
-        for signum in PASSED_ON:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, lambda number, _: self.received.append(number))
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes
+        self._grace, self._tasks = grace, tasks or Tasks(0)
+        self._own_end = OwnEnd(timeout)
+        self.received = self._own_end.received
 
     def run(
         self, start: Callable[[int], Group], restarts: int = 0, pause: float = 1.0
@@ -119,10 +153,7 @@ class Job:
                 return status
             seconds = pauses.after_failure(time.monotonic())
             self._count("starting again", f" in {seconds:g} s")
-            end, over = None, time.monotonic() + seconds
-            while time.monotonic() < over and (end := self._end_by_itself()) is None:
-                time.sleep(POLL_SECONDS)
-            if end is not None:
+            if (end := self._own_end.wait(seconds)) is not None:
                 self._say(end.reason)
                 return end.status
 
@@ -164,19 +195,10 @@ class Job:
         final = bool(self.received) or end.status in (0, TIMED_OUT)
         return end.status, final
 
-    def _end_by_itself(self) -> End | None:
-        """Return how the job ends by a signal, or by the time."""
-        if self.received:
-            number = self.received[0]
-            return End(128 + number, f"received signal {number}")
-        if time.monotonic() > self._deadline:
-            return End(TIMED_OUT, f"no end after {self._timeout:g} seconds")
-        return None
-
     def _end_of(self, group: Group) -> End | None:
         """Return how the job ends, None where it goes on."""
         if self.received:
-            return self._end_by_itself()
+            return self._own_end.now()
         if self._apart is not None:
             end = self._apart.end_of(group)
         else:
@@ -184,7 +206,7 @@ class Job:
             end = _together(codes)
             if notice := self._early.notice(codes, time.monotonic()):
                 self._say(notice)
-        return end or self._end_by_itself()
+        return end or self._own_end.now()
 
     def _next_attempt(self) -> int | None:
         return self._again + 1 if self._again < self._restarts else None
@@ -205,7 +227,7 @@ class Job:
                 if time.monotonic() > last or len(self.received) > seen:
                     break
                 time.sleep(POLL_SECONDS)
-        limit = self._deadline + self._grace
+        limit = self._own_end.deadline + self._grace
         group.kill(lambda: len(self.received) > seen or time.monotonic() > limit)
 
     def _say(self, text: str) -> None:

@@ -165,7 +165,7 @@ class Hall:
                 if self._here:
                     alone_since = now
                 elif now - alone_since > limit:
-                    raise TimeoutError(self._nobody(limit))
+                    raise TimeoutError(_nobody(limit, self._came, self._groups))
                 if self._over:
                     over_since = min(over_since, now)
                     if not self._here or now - over_since > _LEAVE_SECONDS:
@@ -196,15 +196,17 @@ class Hall:
         else:
             waiting.again()
 
-    def _nobody(self, seconds: float) -> str:
-        never = [str(g) for g in range(self._groups) if not self._came[g]]
-        lost = [str(g) for g in range(self._groups) if self._came[g]]
-        told = [f"groups {', '.join(never)} have never come"] if never else []
-        told += [f"groups {', '.join(lost)} have ended"] if lost else []
-        return (
-            f"No group of workers has been here for {seconds:g} s: "
-            f"{'; '.join(told)}. TF_DGC_TIMEOUT sets the time"
-        )
+
+def _nobody(seconds: float, came: Mapping[int, int], groups: int) -> str:
+    """Say that there is no group, of those that came so often, for so long."""
+    never = [str(g) for g in range(groups) if not came.get(g)]
+    lost = [str(g) for g in range(groups) if came.get(g)]
+    told = [f"groups {', '.join(never)} have never come"] if never else []
+    told += [f"groups {', '.join(lost)} have ended"] if lost else []
+    return (
+        f"No group of workers has been here for {seconds:g} s: "
+        f"{'; '.join(told)}. TF_DGC_TIMEOUT sets the time"
+    )
 
 
 class Service:
