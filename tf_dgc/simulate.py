@@ -182,25 +182,7 @@ class SimulatedStrategy(BaseStrategy):
             TypeError: an argument is of the wrong type.
             ValueError: `workers` is less than 1, or settings are of several hosts.
         """
-        if isinstance(workers, bool) or not isinstance(workers, int):
-            raise TypeError(
-                f"`workers` must be an integer. Received: workers={workers!r}"
-            )
-        if workers < 1:
-            raise ValueError(
-                f"`workers` must be 1 or more. Received: workers={workers}"
-            )
-        if config is not None and not isinstance(config, DGCConfig):
-            raise TypeError(
-                f"`config` must be a DGCConfig or None. Received: config={config!r}"
-            )
-        if config is not None and config.hierarchical:
-            raise ValueError(
-                "Simulated workers share no hosts: simulate as many workers as there "
-                "are hosts, with hierarchical=False. Received: "
-                f"hierarchical={config.hierarchical!r}"
-            )
-
+        _check(workers, config)
         self._workers = workers
         self._process = _OneProcess()
         mesh = Mesh(self._process, Stacked(workers), workers)
@@ -317,6 +299,24 @@ class SimulatedStrategy(BaseStrategy):
         return factor, [
             (values.scaled(tf.convert_to_tensor(g), scale), v) for g, v in pairs
         ]
+
+
+def _check(workers: Any, config: Any) -> None:
+    """Refuse arguments of the wrong type, or out of their range."""
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise TypeError(f"`workers` must be an integer. Received: workers={workers!r}")
+    if workers < 1:
+        raise ValueError(f"`workers` must be 1 or more. Received: workers={workers}")
+    if config is not None and not isinstance(config, DGCConfig):
+        raise TypeError(
+            f"`config` must be a DGCConfig or None. Received: config={config!r}"
+        )
+    if config is not None and config.hierarchical:
+        raise ValueError(
+            "Simulated workers share no hosts: simulate as many workers as there "
+            "are hosts, with hierarchical=False. Received: "
+            f"hierarchical={config.hierarchical!r}"
+        )
 
 
 def _refuse(optimizer: keras.optimizers.Optimizer) -> None:

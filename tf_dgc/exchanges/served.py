@@ -51,8 +51,7 @@ class Served(Exchange):
                 own_variable(zero, f"downpour_{name}") for name in names
             )
         self.clocks: Clocks | None = None
-        if self.config.max_staleness is not None:
-            bound = self.config.max_staleness
+        if (bound := self.config.max_staleness) is not None:
             self.clocks = Clocks(self.name, job.servers, job.members, bound)
         self._fetch: Callable[[], None] | None = None
         self._settled = 0

@@ -84,12 +84,8 @@ class DownpourStrategy(BaseStrategy):
         timeout = base.default_timeout()
         clusters.connect(cluster)
         self._servers = Servers(cluster.ps)
-        record = {
-            **versions(type(self).__name__),
-            "servers": len(cluster.ps),
-            "workers": cluster.workers,
-            **config.get_config(),
-        }
+        counts = {"servers": len(cluster.ps), "workers": cluster.workers}
+        record = {**versions(type(self).__name__), **counts, **config.get_config()}
         told = {"seed": secrets.randbits(31), **randomness.told()}
         place = self._servers, cluster.index, cluster.workers
         self._members = Members(*place, config.liveness, timeout, record, told)
