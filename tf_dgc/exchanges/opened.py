@@ -196,5 +196,7 @@ def check(exchange: Exchange, record: Record) -> None:
         if own != found:
             raise ValueError(
                 f"The restored state does not fit {exchange.name}: field {field!r} "
-                f"must be {own}. Received: {found}"
+                f"must be {own}. Received: {found}. Go on with the model, optimizer "
+                "and strategy, and their settings, that it was saved with; or begin "
+                "anew, in another folder"
             )
