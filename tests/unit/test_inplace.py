@@ -65,6 +65,14 @@ class InPlaceTest(tf.test.TestCase):
         self.assertAllEqual(variable, [3.0] * 3)
         self.assertLen(_traced, 1)
 
+    def test_where_numbers_are_checked(self) -> None:
+        tf.debugging.enable_check_numerics()
+        self.addCleanup(tf.debugging.disable_check_numerics)
+        variable = self.variable()
+        self.move(variable)
+        tf.function(lambda: self.move(variable))()
+        self.assertAllEqual(variable, [2.0, 2.0, 2.0])
+
     def test_what_is_compiled_outlives_variables_and_does_not_hold_them(self) -> None:
         def trained() -> weakref.ref[tf.Variable]:
             variable = self.variable()

@@ -24,6 +24,7 @@ def wanted() -> list[tuple[Any, str]]:
         (context.context(), "abort_collective_ops"),
         (context.context(), "configure_coordination_service"),
         (context.context(), "get_config_key_value"),
+        (context.context(), "invoking_op_callbacks"),
         (context.context(), "report_error_to_cluster"),
         (context.context(), "set_config_key_value"),
         (context, "coordination_config_pb2"),
@@ -212,6 +213,20 @@ def compiled_by_xla() -> bool:
     """
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+@contextlib.contextmanager
+def without_debugging() -> Iterator[None]:
+    """Add nothing of `tf.debugging` to what is traced here: XLA cannot compile it.
+
+    tensorflow/python/framework/op_callbacks.py: should_invoke_op_callbacks.
+    """
+    own = context.context()
+    before, own.invoking_op_callbacks = own.invoking_op_callbacks, True
+    try:
+        yield
+    finally:
+        own.invoking_op_callbacks = before
 
 
 def inputs_of(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:

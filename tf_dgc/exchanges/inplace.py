@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from tf_dgc import _host
+
 _MOST_COMPILED = 256
 _T = TypeVar("_T")
 
@@ -190,7 +192,8 @@ def _compile(
     ]
     # A concrete one: it is compiled even where functions are to run eagerly.
     call = tf.function(run, autograph=False, jit_compile=True)
-    call = call.get_concrete_function(*specs)
+    with _host.tensorflow.without_debugging():
+        call = call.get_concrete_function(*specs)
     name = getattr(function, "__name__", str(function))
     return Compiled(name, changes, returns, of_tensors, pure, run, call)
 
