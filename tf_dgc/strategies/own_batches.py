@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
+from tf_dgc.strategies.earlier_rows import EarlierRows
 from tf_dgc.strategies.fits import inner_of
 from tf_dgc.transports import Transport
 from tf_dgc.values import require
@@ -31,7 +32,7 @@ class OwnBatches:
         Args:
             transport: of the strategy.
         """
-        self._transport = transport
+        self._transport, self._earlier = transport, EarlierRows()
         self.is_alone = False
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
@@ -48,7 +49,7 @@ class OwnBatches:
         """
         args = tf.nest.map_structure(_of_any_rows, slicing.as_tensors(args))
         any_rows = tf.is_tensor(slicing.row_count(args))
-        args, count = slicing.at_least_one_row(args)
+        args, count = slicing.at_least_one_row(args, self._earlier)
         with tf.device("CPU:0"):
             alone = self._alone.read_value()
         with _host.flow.Flow([args]) as flow:
@@ -66,7 +67,7 @@ class OwnBatches:
             if output.shape.rank == 0:
                 return output
             rows = tf.cast(slicing.rows_in(output), tf.int64)
-            # Without rows all are of the row of zeros.
+            # Without rows all are of the row that stands there.
             last = tf.where(count == 0, tf.zeros_like(rows), rows)
             own = slicing.sliced(output, tf.zeros_like(rows), last, None)
             return tf.cond(

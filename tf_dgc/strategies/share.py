@@ -11,7 +11,7 @@ Axis: N workers, or those of a site, where a step is theirs. What a step is, is 
     means           numbers in metrics and logs
     step_warnings   what one process may compute otherwise
 
-A worker without rows computes with a row of zeros, which counts nothing.
+A worker without rows computes with a row of an earlier batch, which counts nothing.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from tf_dgc.strategies.backward import Backward
 from tf_dgc.strategies.conditions import Conditions
 from tf_dgc.strategies.current import Current, Step
 from tf_dgc.strategies.cuts import NotKnown
+from tf_dgc.strategies.earlier_rows import EarlierRows
 from tf_dgc.strategies.early import Early
 from tf_dgc.strategies.logs import Logs
 from tf_dgc.strategies.losses import Losses
@@ -84,7 +85,7 @@ class Share:
         self.warnings = self._warnings(everybody)
         self.rows = self._rows(transport, self._current)
         self.rows.compare_among(everybody)
-        self._small_steps = SmallSteps()
+        self._small_steps, self._earlier = SmallSteps(), EarlierRows()
         self.logs = Logs(everybody)
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self.decide(clips_sum, local, averages)
@@ -176,9 +177,9 @@ class Share:
     def _run(
         self, model: keras.Model, args: Any, read: Callable[[Any], Any], trains: bool
     ) -> Any:
-        """Run a step, with a row of zeros where there is none, and follow its rows."""
+        """Run a step, with a row more where there is none, and follow its rows."""
         if self.step.may_be_empty:
-            result, _, flow = run_with_a_row(model, args, read)
+            result, _, flow = run_with_a_row(model, args, read, self._earlier)
         elif not trains or (tf.executing_eagerly() and model in self._followed):
             return read(args)
         else:
@@ -233,9 +234,12 @@ class Share:
 
 
 def run_with_a_row(
-    model: keras.Model, args: Any, step: Callable[[Any], Any]
+    model: keras.Model,
+    args: Any,
+    step: Callable[[Any], Any],
+    earlier: EarlierRows | None = None,
 ) -> tuple[Any, tf.Tensor, _host.flow.Flow]:
-    """Run a step with a row of zeros where there is none, which leaves no trace.
+    """Run a step with a row more where there is none, which leaves no trace.
 
     Variables to which the step wrote what depends on the row have the values of before;
     what follows the weights, or counts steps, does so as on other workers.
@@ -246,7 +250,7 @@ def run_with_a_row(
     """
     kept = _host.keras.changed_by_steps(model)
     before = [variable.read_value() for variable in kept]
-    filled, count = slicing.at_least_one_row(args)
+    filled, count = slicing.at_least_one_row(args, earlier)
     with _host.flow.Flow([filled]) as flow:
         result = step(filled)
     # Eagerly, numbers may have gone through Python, where nothing follows them.

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc.strategies import data_graphs
+from tf_dgc.strategies.earlier_rows import EarlierRows
 
 INPUTS, TARGETS, OTHERS = range(3)  # groups of the components of an element
 _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -136,12 +137,15 @@ def tensors_of(args: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], int | None]
     return dense, splits, known
 
 
-def at_least_one_row(args: Any) -> tuple[Any, tf.Tensor]:
-    """Add a row of zeros to what has none, as some layers refuse that.
+def at_least_one_row(
+    args: Any, earlier: EarlierRows | None = None
+) -> tuple[Any, tf.Tensor]:
+    """Add a row to what has none, as some layers refuse that.
 
     Args:
         args: as for `row_count`: tensors with rows along the first axis, ragged and
             sparse ones too, and anything that is no tensor.
+        earlier: whose row it is where there is one; else it is of zeros.
 
     Returns:
         The structure, and how many rows the batch had: shape [], int32.
@@ -151,10 +155,11 @@ def at_least_one_row(args: Any) -> tuple[Any, tf.Tensor]:
         return args, tf.ones([], tf.int32)
     count = tf.cast(rows_in(part), tf.int32)
     flat = tf.nest.flatten(args)
-    filled = [
-        _filled(part, count == 0) if _may_be_empty(part) else part for part in flat
-    ]
-    return tf.nest.pack_sequence_as(args, filled), count
+    places = [place for place, part in enumerate(flat) if _may_be_empty(part)]
+    rows = earlier and earlier.of([flat[place] for place in places], count == 0)
+    for place, row in zip(places, rows or [None] * len(places), strict=True):
+        flat[place] = _filled(flat[place], count == 0, row)
+    return tf.nest.pack_sequence_as(args, flat), count
 
 
 def _with_rows(args: Any) -> Any:
@@ -169,13 +174,14 @@ def _with_rows(args: Any) -> Any:
 
 
 def _may_be_empty(part: Any) -> bool:
+    """Tell whether a tensor may have no rows; eagerly, whether one like it may."""
     if not isinstance(part, _TENSORS) or part.shape.rank == 0:
         return False
-    return not (part.shape.rank and part.shape[0])
+    return tf.executing_eagerly() or not (part.shape.rank and part.shape[0])
 
 
-def _filled(part: Any, empty: tf.Tensor) -> Any:
-    """Return a tensor with a row of zeros more, where it and the batch are empty."""
+def _filled(part: Any, empty: tf.Tensor, kept: tf.Variable | None) -> Any:
+    """Return a tensor with a row more, where it and the batch are empty."""
     empty &= tf.equal(rows_in(part), 0)  # what workers share may have rows
     if isinstance(part, tf.SparseTensor):
         shape = part.dense_shape
@@ -191,7 +197,10 @@ def _filled(part: Any, empty: tf.Tensor) -> Any:
         return tf.concat([part, more[: tf.cast(empty, tf.int32)]], axis=0)
 
     def with_row() -> tf.Tensor:
-        row = tf.zeros(tf.concat([[1], tf.shape(part)[1:]], axis=0), part.dtype)
+        if kept is not None:
+            row = kept.read_value()
+        else:
+            row = tf.zeros(tf.concat([[1], tf.shape(part)[1:]], axis=0), part.dtype)
         return tf.concat([part, row], axis=0)
 
     filled = tf.cond(empty, with_row, lambda: tf.identity(part))
