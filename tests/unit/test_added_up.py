@@ -1,5 +1,6 @@
 """Metrics of users: what workers keep adds up, or is told by name."""
 
+import logging
 from typing import Any
 
 import features
@@ -117,6 +118,39 @@ class AddedUpTest(parameterized.TestCase, tf.test.TestCase):
             with simulate.SimulatedStrategy(2).scope():
                 fitted(False)
         self.check_told(logs.output)
+
+
+MIXING = {
+    "centred": lambda: keras.layers.Lambda(
+        lambda x: x - tf.reduce_mean(x, axis=0, keepdims=True)
+    ),
+    "normalized": keras.layers.BatchNormalization,  # in training only, as is known
+    "by rows": lambda: keras.layers.Lambda(
+        lambda x: x - tf.reduce_mean(x, axis=1, keepdims=True)
+    ),
+}
+
+
+@pytest.mark.long
+class MetRowsTest(parameterized.TestCase, tf.test.TestCase):
+    """Metrics and predictions that depend on which rows a worker has."""
+
+    @parameterized.parameters(list(MIXING))
+    def test_are_told_where_a_model_adds_up_rows(self, mixing: str) -> None:
+        x, y = features.regression(8)
+
+        def work(_: Any) -> None:
+            layers = [MIXING[mixing](), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input(x.shape[1:]), *layers])
+            model.compile("sgd", "mse", metrics=["mae"])
+            model.fit(x, y, batch_size=4, verbose=0, validation_data=(x, y))
+            model.predict(x, verbose=0)
+
+        with self.assertLogs("tf_dgc", "WARNING") as logs:
+            logging.getLogger("tf_dgc").warning("None.")
+            in_scopes(2, work)
+        told = [line for line in logs.output if "over the rows of a batch" in line]
+        self.assertLen(told, 2 if mixing == "centred" else 0)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,32 @@ def others(
     return found
 
 
+def of_met_rows(
+    model: keras.Model, writes: Sequence[Write], reading: Reading
+) -> list[str]:
+    """Return names of metrics to which rows were given that sums over rows went into.
+
+    Args:
+        model: whose metrics are meant, but for means of numbers, which are told apart.
+        writes: of a step.
+        reading: of it.
+    """
+    by_handle = {id(write.handle): write for write in writes}
+    found = []
+    for metric in _host.keras.metrics_within(model):
+        wrapped = isinstance(metric, keras.metrics.MeanMetricWrapper)
+        if isinstance(metric, keras.metrics.Mean) and not wrapped:
+            continue
+        if hasattr(metric, "metrics"):
+            continue  # these are named themselves
+        handles = [_host.keras.component_of(v).handle for v in metric.variables]
+        own = [by_handle[id(each)] for each in handles if id(each) in by_handle]
+        added = [_added(w.value, w.handle) if not w.adds else [w.value] for w in own]
+        if any(reading.of(each).nested for values in added for each in values or []):
+            found.append(metric.name)
+    return found
+
+
 def counters(
     model: keras.Model, writes: Sequence[Write], reading: Reading
 ) -> list[str]:

@@ -51,7 +51,8 @@ class Inner:
         core, transport = self.core, self.core.transport
         kinds, together = core.kinds_of_steps(), core.mesh.together
         core.share = Share(together, *kinds, everybody=transport)
-        self.own_batches = OwnBatches(transport)
+        met = core.share.warnings.met_in_outputs
+        self.own_batches = OwnBatches(transport, met)
         core.stopping = Stopping(transport, core.ledger, lambda: self.settle())
         self.early_ends = EarlyEnds(transport, self.own_batches)
         core.extended.share_seed()

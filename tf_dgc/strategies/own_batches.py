@@ -13,6 +13,7 @@ from tf_dgc import _host
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.earlier_rows import EarlierRows
 from tf_dgc.strategies.fits import inner_of
+from tf_dgc.strategies.readings import Reading
 from tf_dgc.transports import Transport
 from tf_dgc.values import require
 
@@ -26,12 +27,16 @@ class OwnBatches:
         is_alone: whether data are read that are this worker's own.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(
+        self, transport: Transport, warn: Callable[[], None] = lambda: None
+    ) -> None:
         """Create the variable, outside of any graph.
 
         Args:
             transport: of the strategy.
+            warn: called where an output of a batch depends on sums over its rows.
         """
+        self._warn = warn
         self._transport, self._earlier = transport, EarlierRows()
         self.is_alone = False
         own = tf.VariableSynchronization.NONE
@@ -54,6 +59,9 @@ class OwnBatches:
             alone = self._alone.read_value()
         with _host.flow.Flow([args]) as flow:
             outputs = step(args)
+        reading = None
+        if not (tf.executing_eagerly() or self.is_alone):
+            reading = Reading(*slicing.tensors_of(args), self._transport.size)
 
         def outputs_of(output: Any) -> Any:
             if not isinstance(output, _TENSORS):
@@ -64,6 +72,8 @@ class OwnBatches:
                 fixed = output.shape.rank and output.shape[0] is not None
                 if output.shape.rank == 0 or (fixed and any_rows):
                     return self._own_number(output, alone)
+                if reading is not None and reading.of(output).nested:
+                    self._warn()
             if output.shape.rank == 0:
                 return output
             rows = tf.cast(slicing.rows_in(output), tf.int64)

@@ -17,6 +17,10 @@ from tf_dgc.strategies.current import Step
 from tf_dgc.transports import Transport
 
 _logger = logging.getLogger("tf_dgc")
+_OWN_SUMS = (
+    "each worker takes those of its own rows, where one process has those of all. "
+    "Gather the rows before: tf.distribute.get_replica_context().all_gather(rows, 0)"
+)
 
 
 class StepWarnings:
@@ -118,6 +122,13 @@ class StepWarnings:
                 "`tf.distribute.get_strategy().exchange(gradients)` returns"
             )
 
+    def met_in_outputs(self) -> None:
+        """Warn of predictions that depend on the other rows of a batch."""
+        self.say(
+            "An output in `predict` is made of sums or means over the rows of a batch: "
+            f"{_OWN_SUMS}, or call `predict_on_batch` with whole batches"
+        )
+
     def met_nobody(self) -> None:
         """Warn of a step that gathers, or reduces, what this worker has alone."""
         if self._has_met_nobody:
@@ -144,6 +155,17 @@ class StepWarnings:
                 "Python that tells its worker's rows, as `x.shape[0]`: each worker "
                 "counts its own. `tf.shape(x)[0]` becomes the number of all rows"
             )
+        normalizes = any(
+            isinstance(layer, keras.layers.BatchNormalization)
+            for layer in _host.keras.layers_within(model)
+        )
+        if not (step.trains and normalizes):  # whose rows meet while they train
+            names = added_up.of_met_rows(model, writes(), losses.reading)
+            if names:
+                self.say(
+                    f"Metrics of {model.name!r} ({', '.join(names)}) are of outputs "
+                    f"made of sums or means over the rows of a batch: {_OWN_SUMS}"
+                )
         for name, variable in added_up.others(model, writes(), losses.reading):
             self.say(
                 f"The metric {name!r} keeps in {variable!r} what does not add up over "
