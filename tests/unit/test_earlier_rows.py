@@ -47,6 +47,21 @@ class EarlierRowsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(found[0], [3.0])
         self.assertAllEqual(found[1], [["a", "b"]])
 
+    def test_rows_are_kept_of_what_a_function_is_traced_for_later(self) -> None:
+        earlier = EarlierRows()
+
+        @tf.function
+        def filled(x: tf.Tensor) -> Any:
+            return slicing.at_least_one_row((x,), earlier)[0]
+
+        form = [None, 2]
+        for dtype in (tf.float32, tf.int32):  # variables are made in each trace
+            x = tf.ones([3, 2], dtype)
+            unknown = tf.function(
+                lambda x: filled(tf.raw_ops.PlaceholderWithDefault(input=x, shape=form))
+            )
+            self.assertAllEqual(unknown(x)[0], x)
+
     def test_it_is_of_zeros_where_rows_may_have_another_form(self) -> None:
         earlier = EarlierRows()
 

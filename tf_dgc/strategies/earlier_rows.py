@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_dgc.exchanges.inplace import own_variable
+
 _UNKEPT = (tf.resource, tf.variant)
 
 
@@ -38,14 +40,10 @@ class EarlierRows:
             return None
         key = tuple((dtype, tuple(form)) for dtype, form in forms)
         if key not in self._kept:
-            own = {
-                "trainable": False,
-                "synchronization": tf.VariableSynchronization.NONE,
-            }
             with tf.init_scope(), tf.device("CPU:0"):
                 rows = [tf.zeros([1, *form], dtype) for dtype, form in forms]
-                kept = [tf.Variable(row, name="tf_dgc_row", **own) for row in rows]
-                self._kept[key] = kept, tf.Variable(False, **own)
+                kept = [own_variable(row, "tf_dgc_row") for row in rows]
+                self._kept[key] = kept, own_variable(tf.constant(False), "tf_dgc_kept")
         kept, is_there = self._kept[key]
 
         def keep() -> None:
