@@ -92,3 +92,41 @@ def found() -> list[dict[str, list[Any]]]:
         {k: [as_lists(v) for v in tf.nest.flatten(r)] for k, r in each.items()}
         for each in results
     ]
+
+
+class OfTexts(keras.Model):
+    """Reads numbers, of which an empty text is none; tells a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(3, kernel_initializer="ones")
+
+    def call(self, texts: Any) -> Any:
+        return self.dense(tf.strings.to_number(texts))
+
+    def predict_step(self, given: Any) -> Any:
+        texts, _, _ = keras.utils.unpack_x_y_sample_weight(given)
+        return self(texts), tf.fill([tf.shape(texts)[0], 1], 0.5)
+
+
+def of_texts() -> dict[str, Any]:
+    """Train and predict, in the scope of a strategy or of none."""
+    x, y = data()
+    texts = tf.constant(np.char.mod("%.6f", x))
+    batches = tf.data.Dataset.from_tensor_slices((texts, y)).batch(BATCH)
+    model = OfTexts()
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    losses = model.fit(batches, epochs=2, verbose=0).history["loss"]
+    outputs, halves = model.predict(batches, verbose=0)
+    return {
+        "losses": losses,
+        "evaluated": model.evaluate(batches, verbose=0),
+        "outputs": outputs.tolist(),
+        "halves": halves.tolist(),
+    }
+
+
+def found_of_texts() -> dict[str, Any]:
+    """Return the same, of a worker."""
+    with tf_dgc.DenseStrategy().scope():
+        return of_texts()

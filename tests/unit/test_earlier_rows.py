@@ -62,6 +62,19 @@ class EarlierRowsTest(parameterized.TestCase, tf.test.TestCase):
             )
             self.assertAllEqual(unknown(x)[0], x)
 
+    def test_a_part_may_have_no_row_where_others_have(self) -> None:
+        earlier = EarlierRows()
+
+        @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])])
+        def filled(x: tf.Tensor, boxes: tf.Tensor) -> Any:
+            return slicing.at_least_one_row(({"x": x}, x, boxes), earlier)[0]
+
+        none = tf.zeros([0])
+        self.assertAllEqual(filled(tf.constant([3.0]), none)[2], none)
+        self.assertAllEqual(filled(none, none)[1], [0.0])  # none was complete
+        filled(tf.constant([4.0]), tf.constant([5.0]))
+        self.assertAllEqual(filled(none, none)[1], [4.0])
+
     def test_it_is_of_zeros_where_rows_may_have_another_form(self) -> None:
         earlier = EarlierRows()
 

@@ -210,6 +210,14 @@ class TracedTest(tf.test.TestCase):
             self.assertAllClose(first["moving mean"], one[0]["moving mean"])
             self.assertAllClose(second["moving mean"], two[0]["moving mean"])
 
+    def test_models_take_no_zeros_and_predict_all_rows(self) -> None:
+        expected = without_rows.of_texts()
+        for workers in (2, 3):
+            args = "collective", workers, "without_rows", "found_of_texts"
+            for found in pool.run(*args, timeout=180):
+                for name, values in expected.items():
+                    self.assertAllClose(found[name], values, 1e-5, 1e-5, msg=name)
+
 
 class FlowTest(parameterized.TestCase, tf.test.TestCase):
     """What a traced step writes to variables, of a row that stands for none."""

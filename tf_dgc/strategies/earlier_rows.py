@@ -22,15 +22,15 @@ class EarlierRows:
         """Begin with none."""
         self._kept: dict[Any, tuple[list[tf.Variable], tf.Variable]] = {}
 
-    def of(self, parts: Sequence[Any], empty: tf.Tensor) -> list[tf.Variable] | None:
-        """Return a row of each part, shape [1, ...]; see to it that there is one.
+    def of(self, parts: Sequence[Any]) -> list[tf.Variable] | None:
+        """Return a row of each part, and keep the first of a batch in which all have.
 
         Args:
-            parts: of a batch, with its rows along the first axis.
-            empty: whether there are none: shape [], bool.
+            parts: of a batch, with its rows along the first axis, maybe none.
 
         Returns:
-            None where the rows of another batch may have another form.
+            Variables of shape [1, ...], each of the type of its part; None where the
+            rows of another batch may have another form.
         """
         if not parts or not all(isinstance(part, tf.Tensor) for part in parts):
             return None
@@ -51,5 +51,7 @@ class EarlierRows:
                 variable.assign(part[:1])
             is_there.assign(True)
 
-        tf.cond(empty | is_there.read_value(), lambda: None, keep)
+        # What workers share may have no row where the batch has some.
+        complete = tf.reduce_all([tf.shape(part)[0] > 0 for part in parts])
+        tf.cond(complete & ~is_there.read_value(), keep, lambda: None)
         return kept

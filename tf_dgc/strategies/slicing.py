@@ -156,7 +156,7 @@ def at_least_one_row(
     count = tf.cast(rows_in(part), tf.int32)
     flat = tf.nest.flatten(args)
     places = [place for place, part in enumerate(flat) if _may_be_empty(part)]
-    rows = earlier and earlier.of([flat[place] for place in places], count == 0)
+    rows = earlier and earlier.of([flat[place] for place in places])
     for place, row in zip(places, rows or [None] * len(places), strict=True):
         flat[place] = _filled(flat[place], count == 0, row)
     return tf.nest.pack_sequence_as(args, flat), count
