@@ -34,6 +34,7 @@ class FaultsTest(parameterized.TestCase):
         self.assertEqual(found["dropped"], 0)
 
     @parameterized.parameters(range(1))
+    @pytest.mark.extended
     def test_whoever_dies_at_a_drawn_moment_the_others_end(self, seed: int) -> None:
         self.check_drawn(seed)
 
@@ -62,6 +63,7 @@ class FaultsTest(parameterized.TestCase):
         # Who met the others at the end has what they have.
         self.assertLessEqual(len({each["digest"] for each in found}), 3)
 
+    @pytest.mark.extended
     def test_a_slow_worker_is_in_later_rounds(self) -> None:
         settings = {**SETTINGS, "quorum": 1, "slow": 1}
         with serving.Job(2, 1) as job:

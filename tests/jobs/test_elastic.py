@@ -220,6 +220,7 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
         super().setUp()
         launch.skip_without_horovod()
 
+    @pytest.mark.extended
     def test_bad_arguments_are_refused_and_a_commit_is_restored(self) -> None:
         completed = launch.run(SCRIPT, ".", "arguments", workers=1, timeout=100)
         self.assertEqual(completed.returncode, 0, completed.stderr)

@@ -173,6 +173,7 @@ class PairsTest(Features):
     __test__ = True
 
     @named(few())
+    @pytest.mark.few(5)
     def test_n_workers_train_alike(
         self, strategy: str, place: tuple[str, int], name: str
     ) -> None:

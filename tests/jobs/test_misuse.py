@@ -273,6 +273,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn(f"Worker 1 (127.0.0.1:{ports[1]}) did not come", result["text"])
         self.assertLess(result["seconds"], 30)
 
+    @pytest.mark.extended
     def test_who_waits_for_one_that_has_caught_an_error_is_told_of_it(self) -> None:
         # Long before the timeout, in which launch.run gives up.
         found, output, _ = outcomes("caught_on_the_chief", timeout=1000)
@@ -280,6 +281,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("worker 0 no more, as it has left its `fit`", told, output)
         self.assertIn("OSError: no room", told)
 
+    @pytest.mark.extended
     def test_a_worker_that_is_done_stays_for_those_who_are_not(self) -> None:
         # They may still be fetching from it what it has sent them.
         found, output, status = outcomes("one_is_done_before_the_other")

@@ -196,6 +196,7 @@ class SetTest(parameterized.TestCase, Folders):
         scoped = script("series").replace("tf_dgc.DenseStrategy()", DGC)
         self.assert_same("series", chosen, scoped)
 
+    @pytest.mark.extended
     def test_what_the_chief_restores_all_get(self) -> None:
         chosen = settings.Settings("dense", {}).text()
         given = {"name": "restored", "folder": self.one, "chosen": chosen}
@@ -221,6 +222,7 @@ class SetTest(parameterized.TestCase, Folders):
 @pytest.mark.timeout(600)
 class ScriptTest(parameterized.TestCase, Folders):
     @named(*FIRST)
+    @pytest.mark.few(1)
     def test_two_workers_give_what_one_gives(self, name: str) -> None:
         self.check_alike(name)
 

@@ -50,6 +50,7 @@ class TunerTest(unittest.TestCase):
         self.assertEqual(found["best"], found["reloaded"])
         self.assertEqual(found["trials again"], sorted(found["trials"]))
 
+    @pytest.mark.extended
     def test_an_unchanged_script_trains_each_trial_on_all_workers(self) -> None:
         done = search(self.folder, "-n", "2", "--strategy", "dgc", "--", "Hyperband")
         one, two = launch.results(done)

@@ -19,6 +19,7 @@ def trained(launcher: str, workers: int, **arguments: Any) -> list[Any]:
 @pytest.mark.processes
 class UsesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*sorted(uses_of_gradients.STEPS))
+    @pytest.mark.few(8)
     def test_weights_and_logs_are_those_of_one_process(self, name: str) -> None:
         self.check(name, eager=False)
 

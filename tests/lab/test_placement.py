@@ -93,6 +93,7 @@ class LongStepTest(StepCase):
     def test_stays_on_the_gpu(self, name: str) -> None:
         self.assert_stays(name)
 
+    @pytest.mark.extended
     def test_what_xla_compiles_is_lowered_for_gpus_and_changes_in_place(self) -> None:
         names = set()
         with mock.patch.dict(inplace._compiled, clear=True):  # of other tests
@@ -209,6 +210,7 @@ class AuditTest(tf.test.TestCase):
 
 @pytest.mark.long
 class CommandTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_prints_a_table_of_the_steps_named(self) -> None:
         # By itself: it lowers all that this process has let XLA compile.
         done = subprocess.run(

@@ -248,6 +248,7 @@ class ServersTest(WithServers):
                 self.assertIn(told, err)
                 self.assertFalse(any(is_alive(pid) for pid in pids_in(out)))
 
+    @pytest.mark.extended
     def test_a_worker_is_started_again_by_itself(self) -> None:
         script = self.script("""
             if kind == "ps":

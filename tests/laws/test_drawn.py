@@ -258,6 +258,7 @@ def named(begin: int, end: int) -> Any:
 
 class DrawnScriptTest(parameterized.TestCase, unittest.TestCase):
     @named(0, FEW)
+    @pytest.mark.few(2)
     def test_n_workers_give_what_one_process_gives(
         self, script: dict[str, Any]
     ) -> None:

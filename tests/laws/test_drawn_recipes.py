@@ -268,6 +268,7 @@ class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
     def test_so_they_do_with_more_recipes(self, recipe: dict[str, Any]) -> None:
         compared(recipe, workers=2 + recipe["seed"] % 2)
 
+    @pytest.mark.extended
     def test_so_do_synchronous_servers(self) -> None:
         drawn = [recipes.drawn(seed, **recipes.ON_SERVERS) for seed in range(2)]
         gathers = recipes.ON_SERVERS | {"loss": "gathered"}

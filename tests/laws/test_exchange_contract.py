@@ -173,7 +173,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertLen(set(names), len(names))
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_later_steps_are_not_traced_again(self, kind: str) -> None:
         worker = Worker(LocalTransport(), every_exchange()[kind]())
         traced = []

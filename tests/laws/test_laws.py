@@ -194,6 +194,7 @@ class LawsTest(tf.test.TestCase):
 
     @steady
     @hypothesis.given(cases(), st.integers(1, STEPS - 1))
+    @pytest.mark.extended
     def test_7_a_restored_state_goes_on(self, case: Case, saved_at: int) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)

@@ -261,6 +261,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual({name for name, _ in one}, {dtype})
         self.assertTrue(all(any(octets) for _, octets in one[:3]))
 
+    @pytest.mark.extended
     def test_a_restored_worker_has_its_own_slots_again(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 

@@ -120,7 +120,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
         (UNEVEN, None, "allgather"),
         (UNEVEN, MOMENTUM, "owners"),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.extended
     def test_are_as_numpy_computes_them(
         self, hosts: Any, momentum: Momentum | None, by: str
     ) -> None:

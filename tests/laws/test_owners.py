@@ -357,7 +357,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         to=[(2, "owners"), (4, "owners"), (3, "owners"), (3, "allgather")],
     )
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_the_sum_stays_on_any_number_of_workers(self, to: tuple[int, str]) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         case = Case(whole=True)
@@ -593,6 +593,7 @@ class ManyTest(tf.test.TestCase):
     def test_nothing_is_lost_of_1024(self) -> None:
         self.check(1024)
 
+    @pytest.mark.extended
     def test_a_model_trains(self) -> None:
         config = config_of(sparsity=0.9, growth=4, min_elements=1)
         strategy = simulate.SimulatedStrategy(64, config)

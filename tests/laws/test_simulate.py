@@ -313,7 +313,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             fitted("clipped", simulate.SimulatedStrategy(2))
 
     @parameterized.parameters("sum", "masked")
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_so_they_do_where_they_are_compressed(self, name: str) -> None:
         self.assert_like_one_process(name, tf_dgc.DGCConfig(**NOTHING_LEFT_OUT))
 
@@ -322,6 +322,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_so_they_do_eagerly(self, name: str) -> None:
         self.assert_like_one_process(name, eager=True)
 
+    @pytest.mark.extended
     def test_workers_that_meet_draw_once(self) -> None:
         """Sums are of the same random numbers as the gradients."""
 

@@ -108,6 +108,7 @@ class SitesTest(parameterized.TestCase, tf.test.TestCase):
         within=("dense", DGC),
         settings=({}, {"overlap": 2}, {"compression": DGC}, {"outer": (0.7, 0.5)}),
     )
+    @pytest.mark.few(4)
     def test_bits_are_the_same_at_a_site_always_and_everywhere_after_rounds(
         self, within: Any, settings: Any
     ) -> None:
@@ -132,6 +133,7 @@ class SitesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         within=("dense", DGC), settings=({}, {"overlap": 3, "compression": DGC})
     )
+    @pytest.mark.few(2)
     def test_what_was_saved_in_a_period_goes_on_bit_for_bit(
         self, within: Any, settings: Any
     ) -> None:

@@ -179,6 +179,7 @@ class SubsetsTest(tf.test.TestCase):
 
     @steady
     @hypothesis.given(cases())
+    @pytest.mark.extended
     def test_sent_and_kept_are_what_was_accumulated(self, case: Case) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             ledger = compressing(transport, DGCConfig(**case.settings))
@@ -204,6 +205,7 @@ class SubsetsTest(tf.test.TestCase):
 
     @hypothesis.settings(steady, max_examples=6)
     @hypothesis.given(cases(), st.integers(1, 3))
+    @pytest.mark.extended
     def test_a_restored_state_goes_on(self, case: Case, saved_at: int) -> None:
         """Sets that had a step before the save have one before it is restored."""
         with tempfile.TemporaryDirectory() as name:

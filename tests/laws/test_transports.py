@@ -25,10 +25,12 @@ class InThisProcess(parameterized.TestCase, tf.test.TestCase):
         contract.CHECKS[name](LocalTransport())
 
     @parameterized.product(name=EAGER, workers=[1, 2, 5])
+    @pytest.mark.few(24)
     def test_loopback(self, name: str, workers: int) -> None:
         run_workers(workers, contract.CHECKS[name])
 
     @parameterized.product(name=EAGER, workers=[9, 12])
+    @pytest.mark.few(14)
     def test_a_grid_over_loopback(self, name: str, workers: int) -> None:
         def work(transport: Transport) -> None:
             contract.CHECKS[name](grid.Grid(transport))

@@ -136,6 +136,7 @@ class MetRowsTest(parameterized.TestCase, tf.test.TestCase):
     """Metrics and predictions that depend on which rows a worker has."""
 
     @parameterized.parameters(list(MIXING))
+    @pytest.mark.few(1)
     def test_are_told_where_a_model_adds_up_rows(self, mixing: str) -> None:
         x, y = features.regression(8)
 

@@ -192,7 +192,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
         ("dgc", SLOW, ("dense", "dgc")),
         ("averaging", Network(1e6, 1.0), ("dense", "dgc", "averaging")),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_it_trains_as_what_it_has_chosen(
         self, expected: str, network: Network, allow: tuple[str, ...]
     ) -> None:
@@ -221,6 +221,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(one, other)
 
     @parameterized.parameters(((SLOW, FAST), "dgc"), ((FAST, SLOW), "dense"))
+    @pytest.mark.few(1)
     def test_the_chiefs_measurements_decide(
         self, networks: tuple[Network, Network], expected: str
     ) -> None:
@@ -258,6 +259,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(choice, before)
                 self.assertEqual(config.get_config(), before.config)
 
+    @pytest.mark.extended
     def test_a_state_of_another_choice_is_refused_after_a_step(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -277,6 +279,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertIsInstance(error, ValueError)
                 self.assertRegex(str(error), "before the first step.*'dgc'.*'dense'")
 
+    @pytest.mark.extended
     def test_another_strategy_reads_its_state(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -336,6 +339,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertIn("dgc is left out: ", choice.reason)
                 self.assertIn(reason, choice.reason)
 
+    @pytest.mark.extended
     def test_a_loop_of_ones_own_chooses_in_its_first_step(self) -> None:
         def loop(strategy: Any) -> Any:
             with strategy.scope():
@@ -378,6 +382,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
 
 @pytest.mark.long
 class CalibrationTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_what_is_measured_is_positive(self) -> None:
         def work(transport: Loopback) -> Any:
             return calibration.network(transport)

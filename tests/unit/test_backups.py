@@ -193,7 +193,7 @@ class CrashTest(parameterized.TestCase, tf.test.TestCase):
         ({"save_freq": 1}, [Crash]),
         ({}, [OSError, errno.ENOSPC, "No space left on device"]),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_wherever_it_dies_it_goes_on_from_its_last_backup(
         self, settings: dict[str, Any], error: list[Any]
     ) -> None:

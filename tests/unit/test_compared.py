@@ -53,10 +53,12 @@ class EndOfFitTest(parameterized.TestCase, tf.test.TestCase):
         return loopback.run_workers(2, work)
 
     @parameterized.product(strategy=["DenseStrategy"], when=["batch", "end"])
+    @pytest.mark.few(1)
     def test_weights_set_on_one_worker_stop_all(self, strategy: str, when: str) -> None:
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drifted apart"):
             self.trained(1.0, strategy, when)
 
+    @pytest.mark.extended
     def test_weights_that_differ_by_rounding_become_those_of_the_chief(self) -> None:
         with self.assertLogs("tf_dgc", "WARNING") as logs:
             one, other = self.trained(1e-8, "DenseStrategy", "end")

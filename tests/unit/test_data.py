@@ -124,6 +124,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             np.testing.assert_array_equal(a, b)
 
     @parameterized.product(name=list(structures(1)), sizes=[(13, 5, 2), (9, 4, 3)])
+    @pytest.mark.few(10)
     def test_shares_in_the_order_of_rank_are_the_global_batch(
         self, name: str, sizes: tuple[int, int, int]
     ) -> None:
@@ -220,6 +221,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(found[1], [[2, 3], [6, 7]])
 
     @parameterized.parameters(*structures(1))
+    @pytest.mark.few(4)
     def test_off_uses_up_the_workers_own_batches_in_several_steps(
         self, name: str
     ) -> None:

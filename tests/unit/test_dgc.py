@@ -262,7 +262,7 @@ class InPlaceTest(tf.test.TestCase):
 
 @pytest.mark.long
 class KeepTest(tf.test.TestCase):
-    @settings(steady, max_examples=50)
+    @settings(steady, max_examples=20)
     @given(
         tables,
         st.floats(0, 1, exclude_max=True),
@@ -295,7 +295,7 @@ class KeepTest(tf.test.TestCase):
             if value_dtype in ("float32", "float16", "bfloat16"):
                 self.assertTrue(exact.all())
 
-    @settings(steady, max_examples=20)
+    @settings(steady, max_examples=10)
     @given(tables, st.floats(0, 1, exclude_max=True), st.integers(0, 2**31))
     def test_masking_clears_the_velocity_of_what_was_sent_and_nothing_else(
         self, table: list, sparsity: float, seed: int
@@ -710,7 +710,7 @@ class NumpyTwinOfCoarseValuesTest(TwinCase):
         ("heavy-ball", False, True, False, 1, "sign", False),
         ("Nesterov", True, True, False, 2, "log4"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_every_step_equals_the_twin(self, *cell: Any) -> None:
         self.compare(*cell)
 

@@ -86,6 +86,7 @@ class EarlierRowsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(filled(tf.zeros([0, 2]))[0], [[0.0, 0.0]])
 
     @parameterized.parameters(list(MADE))
+    @pytest.mark.few(1)
     def test_a_model_that_takes_no_zeros_trains_as_on_one_worker(
         self, kind: str
     ) -> None:

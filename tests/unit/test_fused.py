@@ -94,6 +94,7 @@ class BothWaysTest(parameterized.TestCase, tf.test.TestCase):
         for one, other in zip(first["applied"], second["applied"], strict=True):
             self.assertEqual(one.tobytes(), other.tobytes())
 
+    @pytest.mark.extended
     def test_so_do_other_optimizers(self) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             config = DGCConfig(min_elements=0, sparsity=0.9, warmup_steps=0)
@@ -146,7 +147,7 @@ class FaultTest(parameterized.TestCase, tf.test.TestCase):
         (5, 0x7FC00000, "is damaged: values that are not finite"),
         (3, 5, "not in the same step of the same training"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_nothing_is_changed_by_a_message_that_is_damaged(
         self, place: int, word: int, what: str
     ) -> None:
@@ -245,6 +246,7 @@ class FitTest(tf.test.TestCase):
             model.fit(x, x[:, :3], batch_size=16, epochs=3, shuffle=False, verbose=0)
         return model.get_weights(), whole(strategy._ledger)
 
+    @pytest.mark.extended
     def test_trains_as_by_single_operations(self) -> None:
         (one, none), (other, some) = self.weights(False), self.weights(True)
         self.assertEqual([none, some], [0, 1])

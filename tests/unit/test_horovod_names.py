@@ -680,6 +680,7 @@ class WarmupTest(parameterized.TestCase, tf.test.TestCase):
         model = linear(hvd.DistributedOptimizer(sgd, over=Twins()))
         return self.rates(callback, model, epochs=epochs, **options)
 
+    @pytest.mark.extended
     def test_horovods_warmup_is_its_own_formula(self) -> None:
         def warmup() -> Any:
             return hvd.callbacks.LearningRateWarmupCallback(0.1, 2, over=Twins())

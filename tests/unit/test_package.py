@@ -212,6 +212,7 @@ class ImportTest(tf.test.TestCase):
         )
         return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
+    @pytest.mark.extended
     def test_importing_the_package_imports_no_horovod(self) -> None:
         # None in sys.modules makes an import raise ImportError.
         code = "import sys; sys.modules['horovod'] = None; import tf_dgc"
@@ -388,6 +389,7 @@ class HouseRulesTest(tf.test.TestCase):
         hint = "name a file of tests for it, or enter it in tests/homes.py"
         self.assertEqual(homeless, set(listed), hint)
 
+    @pytest.mark.extended
     def test_marks_of_tests_stand_below_their_parameters(self) -> None:
         # Those above are lost, without a word.
         for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
@@ -409,6 +411,7 @@ class HouseRulesTest(tf.test.TestCase):
 
 @pytest.mark.long
 class HostTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_a_name_that_moved_is_named_with_the_versions(self) -> None:
         for owner, name in wanted():
             place = getattr(owner, "__name__", type(owner).__name__)

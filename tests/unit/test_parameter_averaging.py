@@ -272,6 +272,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
 @pytest.mark.long
 class CombiningTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters((False, 1 / 3), (True, 1.0))
+    @pytest.mark.extended
     def test_what_one_worker_alone_sends_is_applied_whole_among_senders(
         self, senders: bool, share: float
     ) -> None:
@@ -426,6 +427,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(run_workers(3, work), [(1.0, True, 0)] * 3)
 
     @parameterized.parameters({}, {"outer": (0.7, 0.5)}, {"compressed": True})
+    @pytest.mark.extended
     def test_a_worker_whose_data_end_early_does_not_hang_the_others(
         self, compressed: bool = False, **settings: Any
     ) -> None:

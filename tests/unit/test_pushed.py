@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tf_dgc.compression import arena, dgc
@@ -92,6 +93,7 @@ class PushedTest(tf.test.TestCase):
                 expected = 0.5 * m + 2 * g.numpy() if nesterov else m
                 self.assertAllClose(step, expected)
 
+    @pytest.mark.extended
     def test_what_is_sent_and_what_is_kept_is_what_was_accumulated(self) -> None:
         for nesterov, masking in ((False, True), (True, True), (False, False)):
             with self.subTest(nesterov=nesterov, masking=masking):
@@ -137,6 +139,7 @@ class PushedTest(tf.test.TestCase):
             self.assertAllEqual(pushed.residual.v + sent, whole)
             self.assertAllEqual(steps[2], rate * local[2])
 
+    @pytest.mark.extended
     def test_nothing_happens_where_no_push_is_due(self) -> None:
         momentum = dgc.Momentum(0.5, False, 1.0)
         pushed = pushed_of(momentum, sparsity=0.95)

@@ -7,6 +7,7 @@ from unittest import mock
 import features
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from loopback import Hub, Loopback
 
@@ -108,6 +109,7 @@ class OutsideTest(tf.test.TestCase):
 
 
 class BuildingTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_models_without_call_train_as_without_a_strategy(self) -> None:
         def trained(strategy: Any) -> dict[str, Any]:
             keras.utils.set_random_seed(1)

@@ -140,6 +140,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assert_like_one_process(work, 2, "dense", "dgc")
 
+    @pytest.mark.extended
     def test_an_optimizer_that_begins_with_the_weights_has_those_of_all(self) -> None:
         x, y = regression(17)
 
@@ -180,7 +181,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         {"clipnorm": 0.02}, {"global_clipnorm": 0.02}, {"clipvalue": 0.002}
     )
-    @pytest.mark.few(1)
+    @pytest.mark.extended
     def test_rows_that_repeat_are_clipped_before_they_are_added_up(
         self, **clips: float
     ) -> None:
@@ -419,6 +420,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         told = [line for line in logs.output if "sums and means over rows" in line]
         self.assertLen(told, 1)
 
+    @pytest.mark.extended
     def test_what_is_kept_back_when_a_model_is_compiled_anew_is_told(self) -> None:
         x, y = regression(8)
 

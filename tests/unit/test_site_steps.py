@@ -80,7 +80,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
     @parameterized.product(sites=("aabb", "abaa", "aab"), within=("dense", ALL_SENT))
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_rounds_of_one_step_are_dense_training(
         self, sites: str, within: Any
     ) -> None:
@@ -95,6 +95,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_as_one(sites, work, within=within, period=1)
 
     @parameterized.parameters("sum", "ratio")
+    @pytest.mark.extended
     def test_losses_of_sums_are_estimated_of_all_rows(self, how: str) -> None:
         x, y = data(24)
 
@@ -116,6 +117,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_as_one("aabb", work, period=1)
 
     @parameterized.parameters(keras.Model, Clipping)
+    @pytest.mark.extended
     def test_one_site_is_dense_training(self, kind: Any) -> None:
         x, y = data(21)
 
@@ -159,7 +161,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         within=("dense", tf_dgc.DGCConfig(sparsity=0.5, min_elements=9)),
         settings=({}, {"overlap": 2}, {"synchronous_steps": 2}),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_all_end_alike(self, within: Any, settings: Any) -> None:
         if "synchronous_steps" in settings and within != "dense":
             return
@@ -194,7 +196,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         asks=((None, None, None, 3), (3, 3, 3, 3), (None, 8, None, None)),
         overlap=(None, 3),
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1)
     def test_training_ends_with_a_round_whoever_asks(
         self, asks: Any, overlap: Any
     ) -> None:

@@ -157,6 +157,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(widths, (-(-9 // workers), 5))
             self.assertEqual(ways, ("columns", "columns" if workers == 1 else "rows"))
 
+    @pytest.mark.extended
     def test_joined_loads_without_this_package_and_goes_on_alike(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "joined.keras")
@@ -265,6 +266,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
             for one, other in zip(found, expected, strict=True):
                 self.assertAllClose(one, other, 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_logits_stay_where_they_are_but_for_metrics_that_read_them(self) -> None:
         classes, rows = 1000, 10
 
@@ -376,6 +378,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
             for one, other in zip(each, expected, strict=True):
                 self.assertAllClose(one, other, tolerance, tolerance)
 
+    @pytest.mark.extended
     def test_a_backup_of_four_workers_goes_on_with_two_and_with_one(self) -> None:
         (expected,) = self.trained(1, 4)
         with tempfile.TemporaryDirectory() as folder:
@@ -384,6 +387,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(self.taken, 3)
         self.assert_alike(found, expected, 1e-5)
 
+    @pytest.mark.extended
     def test_a_backup_of_own_steps_goes_on_with_another_number(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
         make = functools.partial(tf_dgc.DGCStrategy, config)
@@ -393,6 +397,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(self.taken, 3)
                 self.assert_alike(found, found[0], 0.0)
 
+    @pytest.mark.extended
     def test_a_backup_within_an_epoch_goes_on_bit_for_bit(self) -> None:
         expected = self.trained(2, 2)
         with tempfile.TemporaryDirectory() as folder:
@@ -622,6 +627,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
 @pytest.mark.long
 class RefusalTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.named_parameters((name, *case) for name, case in REFUSED.items())
+    @pytest.mark.extended
     def test_all_workers_are_told(
         self, make: Any, work: Any, kind: str, text: str
     ) -> None:

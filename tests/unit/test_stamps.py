@@ -126,6 +126,7 @@ class HalvesTest(tf.test.TestCase):
 class StampsTest(tf.test.TestCase):
     @settings(deadline=None, derandomize=True, max_examples=15)
     @given(st.integers(0, 2**31), st.integers(1, 3))
+    @pytest.mark.extended
     def test_sums_are_exact_and_mirrors_equal_servers_after_any_interleaving(
         self, seed: int, servers: int
     ) -> None:

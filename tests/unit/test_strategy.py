@@ -108,6 +108,7 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         (told,) = [line for line in logs.output if "float64" in line]
         self.assertRegex(told, "only float32, .*are compressed: 6144 elements of float")
 
+    @pytest.mark.extended
     def test_flush_applies_all_that_is_owed(self) -> None:
         # A linear loss: its gradient does not depend on the weights.
         def loss(_: Any, outputs: Any) -> Any:

@@ -273,7 +273,7 @@ class TurnsTest(tf.test.TestCase):
             job.step(1, drawn(1, 0))
 
     def test_one_late_look_is_no_sign_that_somebody_has_died(self) -> None:
-        job, looks = Job(2), list[int]()
+        job, looks = Job(2, liveness=1.0), list[int]()
         for k in range(2):  # both train, and nobody has come yet
             job.together[k]._members.put(job.turns(k).attendance.places, INSIDE)
         turns = job.turns(0)
@@ -534,6 +534,7 @@ class RoundsTest(parameterized.TestCase):
         self.run_scripts([Script(job, k, fits, {}) for k in range(3)])
         self.assertLen(job.applied, sum(fits))
 
+    @pytest.mark.extended
     def test_so_it_is_where_what_a_worker_says_arrives_piece_by_piece(self) -> None:
         job, fits = Job(2), [1] * 4
         members: Any = job.turns(1)._members
@@ -592,7 +593,7 @@ class RoundsTest(parameterized.TestCase):
         self.assertGreaterEqual(len(job.applied), max(fits) - 1)
 
     def test_who_lives_and_takes_no_step_is_named_in_time(self) -> None:
-        job = Job(2)
+        job = Job(2, liveness=1.0)
         job.meetings(0)._timeout = 1.0
         with self.assertRaisesRegex(
             TimeoutError,

@@ -128,7 +128,7 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
         *((2, 3, "mse"), (3, 2, "mse"), (2, 2, "sum"), (2, 3, "root")),
         (2, 2, "clipped"),
     )
-    @pytest.mark.few(3)
+    @pytest.mark.few(1)
     def test_small_steps_count_by_the_rows_of_all(
         self, workers: int, steps: int, loss: str
     ) -> None:
@@ -200,6 +200,7 @@ class GatheringTest(tf.test.TestCase):
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 class TracedTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_so_they_are_however_steps_are_traced(self) -> None:
         one, two = pool.run("collective", 2, "without_rows", "found", timeout=180)
         for first, second in zip(one, two, strict=True):
