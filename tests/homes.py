@@ -31,8 +31,8 @@ TESTED_IN: dict[str, str] = {
         exchanges.dense exchanges.held_back exchanges.moved exchanges.served
         exchanges.server_traffic exchanges.synchronous""",
     "laws/test_flights": "exchanges.channel exchanges.flight_state",
-    "laws/test_owners": """compression.regions exchanges.owner_messages
-        exchanges.owner_sum transports.sums""",
+    "laws/test_owners": """compression.regions exchanges.owned
+        exchanges.owner_messages exchanges.owner_sum transports.sums""",
     "laws/test_ratios": "exchanges.formats",
     "laws/test_sites": "exchanges.at_site",
     "laws/test_simulate": "strategies.one_by_one",

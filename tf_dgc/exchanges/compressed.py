@@ -178,7 +178,7 @@ class Compressed(Exchange):
             return wire.through(share, step)
         if share.taken_over is not None:
             rate = tf.cast(share.taken_over.learning_rate, tf.float32)
-            self.residual.fall(rate, [each.scale for each in self._sums])
+            self.residual.fall(rate, self._held.scales)
         stage = wire.stage_at(step)
         kept = self.mode.add(share, whole=not any(wire.slots))
         total, used, traffic = wire(kept, step, stage)

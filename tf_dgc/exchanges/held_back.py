@@ -3,7 +3,7 @@
 Axis: P arena elements.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -30,6 +30,12 @@ class HeldBack:
             sums: of all stages, which may keep something back themselves.
         """
         self._residual, self._mode, self._sums = residual, mode, sums
+        self._owned = [each.owned for each in sums if each.owned is not None]
+
+    @property
+    def scales(self) -> list[Callable[[tf.Tensor], None]]:
+        """Functions that multiply what owners keep back; see `Owned.scale`."""
+        return [owned.scale for owned in self._owned]
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
@@ -42,22 +48,18 @@ class HeldBack:
     @property
     def owed(self) -> Mapping[str, tf.Tensor]:
         """The residual of the owners, as arenas."""
-        for each in self._sums:
-            if (whole := each.whole()) is not None:
-                return {OWNED: whole}
-        return {}
+        return {OWNED: self._owned[0].whole()} if self._owned else {}
 
     def kept(self) -> list[tf.Tensor]:
         """Return all of them."""
-        found = [self._residual.v, *(each.kept() for each in self._sums)]
-        return [part for part in found if part is not None]
+        return [self._residual.v, *(owned.read() for owned in self._owned)]
 
     def take(self, owned: tf.Tensor) -> None:
         """Take over, eagerly, the residual of owners: shape [P], or [] where alike."""
-        owned = tf.broadcast_to(owned, self._residual.v.shape)
-        for each in self._sums:
-            owned = each.keep(owned)
-        self._residual.v.assign_add(owned)
+        left = tf.broadcast_to(owned, self._residual.v.shape)
+        for each in self._owned:
+            left = each.keep(left)
+        self._residual.v.assign_add(left)
 
     def agree_on_slots(self, everybody: Transport) -> None:
         """Make what the optimizer keeps alike, where a step of all comes next."""
@@ -94,6 +96,6 @@ class HeldBack:
         apply(Update(gradients, [mode.is_step] * len(found)), found)
         sent = arena.mask(residual.layout, wanted)
         residual.clear(sent)
-        for each in self._sums:
-            if (owned := each.whole()) is not None:
-                each.keep(tf.where(sent, tf.zeros_like(owned), owned))
+        for each in self._owned:
+            whole = each.whole()
+            each.keep(tf.where(sent, tf.zeros_like(whole), whole))

@@ -30,8 +30,7 @@ from tf_dgc import values
 from tf_dgc.compression import arena, dgc, message, regions, selection, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import inplace
-from tf_dgc.exchanges.inplace import own_variable
+from tf_dgc.exchanges.owned import OwnedRegion
 from tf_dgc.exchanges.owner_messages import Forms, OwnerMessages, in_slots
 from tf_dgc.transports import sums
 from tf_dgc.transports.sums import Cost, Exchanged, Kept, Sparse, Wire
@@ -44,14 +43,11 @@ class OwnerSum(sums.SparseSum):
     """The largest elements, in messages to their owners; the largest sums to all."""
 
     def __init__(self, wire: Wire, stages: Mapping[int, warmup.Stage]) -> None:
-        """Create what owners keep back, zero, outside of any graph."""
+        """Create the residual of the owners, outside of any graph."""
         super().__init__(wire, stages)
         self._messages = OwnerMessages(wire)
-        size, workers = wire.layout.size, wire.transport.size
-        self.slots = [workers * form.slots for form in self._forms]
-        with tf.init_scope(), tf.device(wire.transport.device):
-            zeros = tf.zeros([*wire.workers.axis, regions.size_of(size, workers)])
-            self._kept = own_variable(zeros, "dgc_owned")
+        self.slots = [wire.transport.size * form.slots for form in self._forms]
+        self.owned: OwnedRegion = OwnedRegion(wire)
 
     @staticmethod
     def form(layout: Layout, sparsity: float, config: DGCConfig, workers: int) -> Forms:
@@ -131,11 +127,9 @@ class OwnerSum(sums.SparseSum):
         own.set_shape([*axis, workers, form.parts.words])
         received = wire.transport.all_to_all(own, f"{name}.parts")
         found, verdict = self._messages.received(form, received, step)
-        region, peaks = inplace.call(
-            wire.transport.device, regions.summed, self._kept, *found
-        )
+        region, peaks = self.owned.added(found)
         choose = functools.partial(self._choose, form=form, step=step)
-        args = region, peaks, verdict, self._ranks()
+        args = region, peaks, verdict, self.owned.ranks
         told, where, passed = wire.workers.each(choose, *args)
         told = tf.bitcast(told, tf.int32)
         told.set_shape([*axis, form.sums.words + 1])
@@ -144,8 +138,7 @@ class OwnerSum(sums.SparseSum):
         args = contents.positions, contents.values, workers, wire.layout.size
         total = Sparse(*regions.merged(*args))
         with tf.control_dependencies([*total]):
-            args = self._kept, region, where, passed
-            inplace.update(wire.transport.device, regions.kept, *args)
+            self.owned.keep_rest(region, Sparse(where, passed))
         used = [
             tf.reshape(tf.ensure_shape(each, [*axis, form.sent]), [-1, form.sent])
             for each in (positions, sent)
@@ -184,46 +177,3 @@ class OwnerSum(sums.SparseSum):
         all_of_it = tf.range(tf.size(positions, tf.int64), dtype=tf.int64)
         filled = in_slots(slots, positions, sent, all_of_it, region.shape[0])
         return tf.concat(both, axis=0), *filled
-
-    def _ranks(self) -> tf.Tensor:
-        ranks = tf.constant(list(self.wire.workers.ranks), tf.int64)
-        return tf.reshape(ranks, self.wire.workers.axis)
-
-    # What owners keep back.
-
-    def kept(self) -> tf.Tensor:
-        """Return z, shape [*axis, R]."""
-        return self._kept.read_value()
-
-    def whole(self) -> tf.Tensor:
-        """Return z in its place in arenas."""
-        spread = functools.partial(regions.spread, **self._sizes())
-        return self.wire.workers.each(spread, self._kept.read_value(), self._ranks())
-
-    def keep(self, arena: tf.Tensor) -> tf.Tensor:
-        """Keep back each owner's region of its arena; return the rest."""
-        size, workers = self._sizes().values()
-
-        def parted(own: tf.Tensor, rank: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            region = regions.part(own, rank, workers)
-            return region, own - regions.spread(region, rank, workers, size)
-
-        own, rest = self.wire.workers.each(parted, arena, self._ranks())
-        self._kept.assign(own)
-        return rest
-
-    def scale(self, by: tf.Tensor) -> None:
-        """Multiply z by numbers of the elements of the arena, shape [P]."""
-        workers = self.wire.transport.size
-
-        def scaled(region: tf.Tensor, rank: tf.Tensor) -> tf.Tensor:
-            return region * regions.part(by, rank, workers)
-
-        args = self._kept.read_value(), self._ranks()
-        self._kept.assign(self.wire.workers.each(scaled, *args))
-
-    def _sizes(self) -> dict[str, int]:
-        return {
-            "elements": self.wire.layout.size,
-            "workers": self.wire.transport.size,
-        }

@@ -217,17 +217,39 @@ class Wire(NamedTuple):
     name: str  # prefix of the names of the collectives
 
 
+class Owned(abc.ABC):
+    """Residual of a sum, of which each worker holds its own elements of the arena."""
+
+    @abc.abstractmethod
+    def read(self) -> tf.Tensor:
+        """Return it, of each worker in this process: shape [*axis, R]."""
+
+    @abc.abstractmethod
+    def whole(self) -> tf.Tensor:
+        """Return it as an arena, [*axis, P]: to be saved, or summed over workers."""
+
+    @abc.abstractmethod
+    def keep(self, arena: tf.Tensor) -> tf.Tensor:
+        """Keep back what is its own to keep of arenas, [*axis, P]; return the rest."""
+
+    @abc.abstractmethod
+    def scale(self, by: tf.Tensor) -> None:
+        """Multiply what is kept back by numbers of its elements, shape [P]."""
+
+
 class SparseSum(abc.ABC):
     """A way to sum an arena at some stages of the warm-up: it alone knows the wire.
 
     It selects, packs, sends and reads. What a worker keeps depends on what was used of
-    its elements, not on what it sent. It lives as long as its exchange, and may keep
-    back something itself.
+    its elements, not on what it sent. It lives as long as its exchange.
 
     Attributes:
+        owned: what the sum keeps back itself; None where that is nothing.
         numbers: of its stages, in the list of all.
         slots: K of what is to be added up, at each; 0 where everything is sent.
     """
+
+    owned: Owned | None = None
 
     def __init__(self, wire: Wire, stages: Mapping[int, warmup.Stage]) -> None:
         """Take the stages, by number."""
@@ -269,27 +291,6 @@ class SparseSum(abc.ABC):
         Raises:
             tf.errors.InvalidArgumentError: a message is damaged, or not of this step.
         """
-
-    # What it keeps back itself.
-
-    def kept(self) -> tf.Tensor | None:
-        """Return it, of each worker in this process: shape [*axis, R]; or None."""
-        return None
-
-    def whole(self) -> tf.Tensor | None:
-        """Return it as an arena, [*axis, P]: to be saved, or summed over the workers.
-
-        None stands for zeros.
-        """
-        return None
-
-    def keep(self, arena: tf.Tensor) -> tf.Tensor:
-        """Keep back what is its own to keep of arenas, [*axis, P]; return the rest."""
-        return arena
-
-    def scale(self, by: tf.Tensor) -> None:
-        """Multiply what is kept back by numbers of its elements, shape [P]."""
-        return
 
 
 class GatherSum(SparseSum):
