@@ -62,7 +62,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
         exchanges.modes exchanges.progress exchanges.rounds exchanges.settled""",
     "unit/test_patches": "_host.applying",
-    "unit/test_pushed": "exchanges.selecting",
+    "unit/test_pushed": "exchanges.selecting exchanges.stage_selection",
     "unit/test_ledger": "exchanges.opened",
     "unit/test_records": "strategies.core strategies.states",
     "unit/test_reports": "transports.waiting",

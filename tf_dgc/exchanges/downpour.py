@@ -34,9 +34,9 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.moved import JobServers, Trained
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.pushed import Pushed
-from tf_dgc.exchanges.selecting import Chosen
 from tf_dgc.exchanges.served import Served
 from tf_dgc.exchanges.server_traffic import cost, size, traffic
+from tf_dgc.exchanges.stage_selection import Chosen
 from tf_dgc.exchanges.synchronous import ServedTogether
 
 

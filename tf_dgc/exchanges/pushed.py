@@ -19,7 +19,8 @@ from tf_dgc.exchanges.base import take_velocity
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.residual import RATES, Arenas, Residual
-from tf_dgc.exchanges.selecting import Chosen, Selecting
+from tf_dgc.exchanges.selecting import Selecting
+from tf_dgc.exchanges.stage_selection import Chosen
 from tf_dgc.servers.shared import Servers, Twins
 from tf_dgc.servers.stamped_part import Pushers
 from tf_dgc.servers.stamps import ALL, Stamped
@@ -159,7 +160,7 @@ class Pushed:
             whole = tf.ensure_shape(chosen.whole, [self.layout.size])
             stamped.push_all(whole, scale)
 
-        slots = self._selecting.slots
+        slots = self._selecting.selection.slots
         if all(slots):
             some()
         elif not any(slots):
