@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "borrowed state is not given back",
-        "exchanges/residual.py",
+        "exchanges/arenas.py",
         "        self.give_back()\n\n    def",
         "\n    def",
         "unit/ledger unit/records unit/dgc laws/laws",

@@ -47,7 +47,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_check": "check.command check.facts check.links check.meeting",
     "unit/test_data": """exchanges.parts strategies.distribution
         strategies.first_builds strategies.slicing""",
-    "unit/test_dgc": "exchanges.applied exchanges.figures exchanges.residual",
+    "unit/test_dgc": """exchanges.applied exchanges.arenas exchanges.figures
+        exchanges.residual""",
     "unit/test_elements": "strategies.batch_rows",
     "unit/test_horovod_names": "horovod.options",
     "unit/test_losses": """strategies.cuts strategies.formulas strategies.known

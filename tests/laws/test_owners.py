@@ -517,7 +517,7 @@ class DamageTest(parameterized.TestCase, tf.test.TestCase):
             variables = [tf.Variable(tf.zeros([16, 24]))]
             exchange(ledger, OWNER, [tf.ones([16, 24])], variables)
             only(ledger).residual.step.assign_add(transport.rank)
-            only(ledger).residual._seen.assign_add(transport.rank)
+            only(ledger).residual.count.seen.assign_add(transport.rank)
             exchange(ledger, OWNER, [tf.ones([16, 24])], variables)
 
         for found in outcomes(2, work):

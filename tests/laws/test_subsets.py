@@ -405,8 +405,8 @@ class ResidualTest(tf.test.TestCase):
         every, second = self.residuals()
         steps = []
         for residual in (every, every, every, second, second, every, second):
-            steps.append(int(residual.present_step()))
-            residual.count()
+            steps.append(int(residual.count.present()))
+            residual.count.add()
         self.assertEqual(steps, [0, 1, 2, 2, 3, 3, 4])
 
     def test_a_state_of_one_rate_for_all_tensors_is_taken_over(self) -> None:
@@ -425,12 +425,12 @@ class ResidualTest(tf.test.TestCase):
 
     def test_sets_without_a_variable_in_common_count_by_themselves(self) -> None:
         every, _ = self.residuals()
-        every.count()
+        every.count.add()
         layout = arena.build([("t", [4, 4])])
         other = [tf.Variable(tf.zeros([4, 4]))]
         config = DGCConfig(sparsity=0.9, min_elements=0)
         found = Residual(layout, other, config, "CPU:0", unit="steps", earlier=[every])
-        self.assertEqual(int(found.present_step()), 0)
+        self.assertEqual(int(found.count.present()), 0)
         self.assertEqual(int(found.step), 0)
 
 

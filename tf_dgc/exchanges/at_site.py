@@ -88,7 +88,7 @@ class AtSite:
         own = self._exchange
         if not isinstance(own, Compressed):
             return
-        if not any(own.residual.owned_among(variables)):
+        if not any(own.residual.arenas.owned_among(variables)):
             return
         own.flush(variables, apply)
         size = self._sites.size

@@ -160,14 +160,14 @@ class Compressed(Exchange):
             See `sums.traffic_of`.
         """
         with self.residual.arenas.borrowed():
-            step = self.residual.present_step()
+            step = self.residual.count.present()
             through = [
                 functools.partial(self._through, s, share, step) for s in self._sums
             ]
             traffic = values.one_of(
                 through, formats.number_at(step, self._sums, self.config)
             )
-            self.residual.count()
+            self.residual.count.add()
         return traffic
 
     def _through(

@@ -81,7 +81,7 @@ class HeldBack:
             name: of the collective.
         """
         residual, mode = self._residual, self._mode
-        wanted = residual.owned_among(variables)
+        wanted = residual.arenas.owned_among(variables)
         if not any(wanted):
             return
         kept = residual.read()

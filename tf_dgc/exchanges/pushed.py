@@ -15,10 +15,11 @@ import tensorflow as tf
 from tf_dgc._host.shared import Table
 from tf_dgc.compression import arena, dgc, halves
 from tf_dgc.config import DGCConfig
+from tf_dgc.exchanges.arenas import Arenas
 from tf_dgc.exchanges.base import take_velocity
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.exchanges.residual import RATES, Arenas, Residual
+from tf_dgc.exchanges.residual import RATES, Residual
 from tf_dgc.exchanges.selecting import Selecting
 from tf_dgc.exchanges.stage_selection import Chosen
 from tf_dgc.servers.shared import Servers, Twins
@@ -207,7 +208,7 @@ class Pushed:
 
     def flush(self, variables: Sequence[Any]) -> bool:
         """Push, eagerly, all that is kept back of variables; tell whether there is."""
-        wanted = self.residual.owned_among(variables)
+        wanted = self.residual.arenas.owned_among(variables)
         if self.stamped is None or not any(wanted):
             return False
         mask, own = arena.mask(self.layout, wanted), self.residual.read()

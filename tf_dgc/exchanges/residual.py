@@ -1,19 +1,16 @@
 """The state of Deep Gradient Compression: what a worker has accumulated and not sent.
 
-u and v of `compression/dgc.py` belong to variables. Where an optimizer trains now these
-variables, now others, each set has an exchange and a `Residual` of its own, but the
-state of a variable lies with the first of them that had it. The others borrow it for
-the time of a step, and hold zeros in its place in between. The sum of all is so what
-all variables have.
+u and v of `compression/dgc.py` belong to variables. Each set of variables that an
+optimizer trains together has a `Residual`; what several sets have in common they lend
+each other, see `arenas.py`. The sum of all is so what all variables have.
 
 Axes: P arena elements, T tensors in the arena, K message slots, N workers, W of them in
 this process: one, but in a simulation.
 """
 
 import abc
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,6 +18,7 @@ from tf_dgc.compression import arena, dgc, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import inplace
+from tf_dgc.exchanges.arenas import Arenas
 from tf_dgc.exchanges.figures import Coverage
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.sums import Kept, Sparse
@@ -28,96 +26,6 @@ from tf_dgc.values import unless
 
 RATES = "learning rate"  # name of what is saved of them
 OWNED = "residual at owners"  # and of what these have not passed on: `SparseSum.whole`
-
-
-class Loan(NamedTuple):
-    """State that a step borrows: segments of another arena."""
-
-    lender: "Arenas"
-    theirs: list[int]  # numbers of the segments in the lender's layout
-    own: list[int]  # and in the borrower's, in the same order
-
-
-class Arenas:
-    """Arenas of one layout; those who had a tensor before lend its part of them.
-
-    Attributes:
-        layout: of each arena.
-        tensors: T variables, whose state they hold.
-        variables: the arenas, of shape [*axis, P]; None where there is none.
-        rates: shape [T], float32; learning rate of the last step of each tensor, 0
-            before the first.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Sequence[Any],
-        variables: Sequence[tf.Variable | None],
-        device: str,
-        earlier: Sequence["Arenas"],
-        rates_on: str = "CPU:0",
-    ) -> None:
-        """Find out of whom to borrow.
-
-        Args:
-            layout: of T tensors.
-            tensors: see above.
-            variables: see above; in the same order in all of `earlier`.
-            device: where the arenas are.
-            earlier: those that may have had some of the tensors.
-            rates_on: where their learning rates are.
-        """
-        self.layout, self.tensors = layout, list(tensors)
-        self.variables, self._device = list(variables), device
-        with tf.init_scope(), tf.device(rates_on):
-            self.rates = own_variable(tf.zeros([len(self.tensors)]), "dgc_rate")
-        self.loans = [
-            Loan(other, theirs, own)
-            for other in earlier
-            for theirs, own in [self._shared_with(other)]
-            if own
-        ]
-        lent = {i for loan in self.loans for i in loan.own}
-        self.owned = [i not in lent for i in range(len(self.tensors))]
-
-    def _shared_with(self, other: "Arenas") -> tuple[list[int], list[int]]:
-        numbers = {
-            id(tensor): j for j, tensor in enumerate(other.tensors) if other.owned[j]
-        }
-        own = [i for i, tensor in enumerate(self.tensors) if id(tensor) in numbers]
-        return [numbers[id(self.tensors[i])] for i in own], own
-
-    @contextlib.contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Hold the state of all tensors, for the time of a step."""
-        for loan in self.loans:
-            _move(loan.lender, loan.theirs, self, loan.own)
-        yield
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Let those who lend have the state of their tensors."""
-        for loan in self.loans:
-            _move(self, loan.own, loan.lender, loan.theirs)
-
-
-def _move(
-    source: Arenas, numbers: Sequence[int], target: Arenas, others: Sequence[int]
-) -> None:
-    """Move the state of some tensors, given as numbers of segments."""
-    begins = [source.layout.segments[i].offset for i in numbers]
-    ends = [target.layout.segments[i].offset for i in others]
-    sizes = [source.layout.segments[i].size for i in numbers]
-    for pair in zip(source.variables, target.variables, strict=True):
-        if all(arenas is not None for arenas in pair):
-            args = list(pair), begins, ends, sizes
-            inplace.update(source._device, arena.moved, *args)
-    with tf.device(target.rates.device):
-        where = tf.constant(others, tf.int32, [len(others), 1])
-        rates = tf.gather(source.rates.read_value(), list(numbers))
-        before = target.rates.read_value()
-        target.rates.assign(tf.tensor_scatter_nd_update(before, where, rates))
 
 
 def bare(momentum: dgc.Momentum | None) -> dgc.Momentum | None:
@@ -156,6 +64,48 @@ class Passing(Keeping):
         self._coverage.record_all()
 
 
+class StepCount:
+    """Number of exchanges done by all that share tensors.
+
+    A step ends where the same tensors come for the second time; those of others, with
+    which they share some, are of the same step.
+
+    Attributes:
+        done: shape [], int64.
+    """
+
+    def __init__(self, shared: "StepCount | None") -> None:
+        """Create the variables, outside of any graph.
+
+        Args:
+            shared: count of another set of tensors, which is of the same steps.
+        """
+        with tf.init_scope(), tf.device("CPU:0"):
+            none = tf.zeros([], tf.int64)
+            done = own_variable(none, "dgc_step") if shared is None else shared.done
+            self.done: tf.Variable = done
+            self.seen = own_variable(none, "dgc_seen_step")  # by these tensors
+
+    def present(self) -> tf.Tensor:
+        """Return the number of the step that has begun, shape [], int64."""
+        with tf.device("CPU:0"):
+            return self.done.read_value() - 1 + self._comes_again()
+
+    def add(self) -> None:
+        """End a step."""
+        with tf.device("CPU:0"):
+            done = self.done.assign_add(self._comes_again())
+            self.seen.assign(done)
+
+    def _comes_again(self) -> tf.Tensor:
+        return tf.cast(self.seen.read_value() == self.done.read_value(), tf.int64)
+
+    def loaded(self, steps: int) -> None:
+        """Go on, eagerly, after so many exchanges."""
+        self.done.assign(steps)
+        self.seen.assign(steps)
+
+
 class Residual(Keeping):
     """u and v of the tensors of one arena, and how far their training has come.
 
@@ -165,6 +115,7 @@ class Residual(Keeping):
         u: velocity, shape [*axis, P], float32; None where no momentum is corrected.
         v: residual, of the same shape.
         device: where they are.
+        count: of exchanges.
         step: shape [], int64, number of exchanges done; of all that share tensors.
         arenas: of u and v.
         coverage: counts the elements sent.
@@ -210,34 +161,10 @@ class Residual(Keeping):
             layout, tensors, [self.u, self.v], device, lenders, figures_on
         )
         lenders = [loan.lender for loan in self.arenas.loans]
-        clocks: list[tf.Variable] = [o.step for o in alike if o.arenas in lenders]
-        with tf.init_scope(), tf.device("CPU:0"):
-            none = tf.zeros([], tf.int64)
-            self.step: tf.Variable = (
-                clocks[0] if clocks else own_variable(none, "dgc_step")
-            )
-            self._seen = own_variable(none, "dgc_seen_step")
+        clocks: list[StepCount] = [o.count for o in alike if o.arenas in lenders]
+        self.count: StepCount = StepCount(clocks[0] if clocks else None)
+        self.step: tf.Variable = self.count.done
         self.coverage = Coverage(layout, device, figures_on)
-
-    # Steps.
-
-    def present_step(self) -> tf.Tensor:
-        """Return the number of the step that has begun, shape [], int64.
-
-        A step ends where the same tensors come for the second time; those of others,
-        with which they share some, are of the same step.
-        """
-        with tf.device("CPU:0"):
-            return self.step.read_value() - 1 + self._comes_again()
-
-    def count(self) -> None:
-        """End a step."""
-        with tf.device("CPU:0"):
-            step = self.step.assign_add(self._comes_again())
-            self._seen.assign(step)
-
-    def _comes_again(self) -> tf.Tensor:
-        return tf.cast(self._seen.read_value() == self.step.read_value(), tf.int64)
 
     def fall(
         self, rate: tf.Tensor, others: Sequence[Callable[[tf.Tensor], None]] = ()
@@ -248,14 +175,7 @@ class Residual(Keeping):
             rate: of this step.
             others: scale what waits elsewhere, by numbers of the elements, shape [P].
         """
-        rates = self.arenas.rates
-        with tf.device("CPU:0"):  # which chooses what is done
-            last = rates.read_value()
-            fallen = dgc.fall(rate, last)
-            stays = tf.reduce_all(fallen >= 1.0)
-            last = tf.where(rate > 0, rate, last)
-        with tf.device(rates.device):
-            rates.assign(last, read_value=False)
+        fallen, stays = self.arenas.fallen(rate)
 
         def scale() -> None:
             by = arena.spread(self.layout, fallen)
@@ -321,16 +241,6 @@ class Residual(Keeping):
 
     # State.
 
-    def owned_among(self, variables: Sequence[Any]) -> list[bool]:
-        """Tell of each of T tensors whether its state is here, and it is among some."""
-        known = {id(variable) for variable in variables}
-        return [
-            owned and id(tensor) in known
-            for owned, tensor in zip(
-                self.arenas.owned, self.arenas.tensors, strict=True
-            )
-        ]
-
     @property
     def state(self) -> Mapping[str, tf.Variable]:
         """The residual and, where momentum is corrected, the velocity."""
@@ -343,6 +253,5 @@ class Residual(Keeping):
 
     def loaded(self, steps: int) -> None:
         """Go on, eagerly, from a state that was loaded, after so many exchanges."""
-        self.step.assign(steps)
-        self._seen.assign(steps)
+        self.count.loaded(steps)
         self.arenas.give_back()

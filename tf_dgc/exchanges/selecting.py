@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tf_dgc import values
 from tf_dgc.compression import arena, dgc
-from tf_dgc.exchanges.residual import Arenas, Residual
+from tf_dgc.exchanges.arenas import Arenas
+from tf_dgc.exchanges.residual import Residual
 from tf_dgc.exchanges.stage_selection import Chosen, StageSelection
 
 

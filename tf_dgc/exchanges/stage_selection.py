@@ -46,7 +46,7 @@ class StageSelection:
 
     def take(self) -> Chosen:
         """Select at the present stage, and keep the rest; a step ends so."""
-        step = self._residual.present_step()
+        step = self._residual.count.present()
         sparse = [i for i, slots in enumerate(self.slots) if slots]
         dense = [i for i in range(len(self.slots)) if i not in sparse]
         groups = [each for each in (sparse, dense) if each]
@@ -60,7 +60,7 @@ class StageSelection:
         with tf.device("CPU:0"):
             group = tf.constant(which)[warmup.stage_index(step, self._stages)]
         chosen = Chosen(*values.one_of(branches, group))
-        self._residual.count()
+        self._residual.count.add()
         return chosen
 
     def _all(self, _: Sequence[int], step: tf.Tensor) -> Chosen:
