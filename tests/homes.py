@@ -63,7 +63,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
         exchanges.modes exchanges.progress exchanges.rounds exchanges.settled""",
     "unit/test_patches": "_host.applying",
-    "unit/test_pushed": "exchanges.selecting exchanges.stage_selection",
+    "unit/test_pushed": """exchanges.selecting exchanges.server_arena
+        exchanges.stage_selection""",
     "unit/test_ledger": "exchanges.opened",
     "unit/test_records": "strategies.core strategies.states",
     "unit/test_reports": "transports.waiting",

@@ -4,7 +4,7 @@ The step of dgc.py, of one worker by itself: N is 1 there, and what it sends goe
 the servers. Tensors that are not compressed have their velocity here as well, and go
 whole in each push, so that no momentum is left to the servers.
 
-Axes: P arena elements, K slots of a stage, C <= K selected elements.
+Axis: P arena elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc._host.shared import Table
-from tf_dgc.compression import arena, dgc, halves
+from tf_dgc.compression import arena, dgc
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.arenas import Arenas
 from tf_dgc.exchanges.base import take_velocity
@@ -21,10 +21,10 @@ from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.residual import RATES, Residual
 from tf_dgc.exchanges.selecting import Selecting
+from tf_dgc.exchanges.server_arena import ServerArena
 from tf_dgc.exchanges.stage_selection import Chosen
 from tf_dgc.servers.shared import Servers, Twins
 from tf_dgc.servers.stamped_part import Pushers
-from tf_dgc.servers.stamps import ALL, Stamped
 
 
 class Pushed:
@@ -35,7 +35,6 @@ class Pushed:
         residual: what this worker has not pushed yet of them.
         dense: the velocity of the other tensors.
         select: selects what is to be pushed; see `Selecting.select`.
-        stamped: the tensors on the servers; None where there are none to compress.
     """
 
     def __init__(
@@ -90,34 +89,23 @@ class Pushed:
         self.dense: Arenas = Arenas(dense_layout, small, [velocity], device, lenders)
         self._selecting = Selecting(self.variables, groups, self.residual, self.dense)
         self.select = self._selecting.select
-        self.stamped: Stamped | None = None
+        self._on_servers: ServerArena | None = None  # none where nothing is compressed
 
     # On the servers.
 
     def open(self, name: str, servers: Servers, workers: Pushers, twins: Twins) -> None:
         """Make handles of what is on the servers."""
-        large = [self.variables[i] for i in self._large]
-        if large:
-            found: list[Any] = [twins.of(variable) for variable in large]
-            rivals: list[Any] = twins.stamped_of(found)
-            args = name, servers, workers, self.layout, found, rivals
-            self.stamped = Stamped(*args)
-            self.stamped.always.assign(self._always)
-            self._twins = twins
-            with tf.init_scope(), tf.device("CPU:0"):
-                parts = len(self.stamped.parts)
-                since = tf.fill([parts, 2], tf.constant(ALL, tf.int64))
-                self._since = own_variable(since, "downpour_since")
-                self._assigned = own_variable(tf.zeros([], tf.int64), "downpour_seen")
-            twins.stamped.append(self.stamped)
+        if mirrors := [self.variables[i] for i in self._large]:
+            args = name, servers, workers, twins, self.layout, mirrors, self._always
+            self._on_servers = ServerArena(*args)
 
     def begin(self) -> None:
         """Give first values to what is on the servers; the chief does.
 
         It is the chief who goes on with the momentum of a model that was loaded.
         """
-        if self.stamped is not None:
-            self.stamped.begin()
+        if self._on_servers is not None:
+            self._on_servers.begin()
         velocities = self.residual.u, self.dense.variables[0]
         layouts = self.layout, self.dense.layout
         for velocity, layout, begun in zip(
@@ -130,17 +118,9 @@ class Pushed:
 
     def cost(self, chosen: Chosen) -> tf.Tensor:
         """Return the bytes and elements of a push of the arena: shape [2], int64."""
-        if self.stamped is None:
+        if self._on_servers is None:
             return tf.zeros([2], tf.int64)
-        count = tf.size(chosen.positions, tf.int64)
-        rooms = sum(halves.rooms(part.size) for part in self.stamped.parts)
-        some = count * (2 + chosen.values.dtype.size) + 4 * rooms
-        elements = tf.constant(self.layout.elements, tf.int64)
-        return tf.where(
-            chosen.everything,
-            tf.stack([4 * elements, elements]),
-            tf.stack([some, count]),
-        )
+        return self._on_servers.cost(chosen)
 
     def push(self, chosen: Chosen, factor: tf.Tensor) -> None:
         """Push what was selected.
@@ -149,42 +129,17 @@ class Pushed:
             chosen: of `select`.
             factor: what the learning rate is multiplied by, shape [], float32.
         """
-        stamped = self.stamped
-        if stamped is None:
-            return
-        scale = factor * chosen.scale
-
-        def some() -> None:
-            stamped.push(chosen.positions, chosen.values, scale)
-
-        def everything() -> None:
-            whole = tf.ensure_shape(chosen.whole, [self.layout.size])
-            stamped.push_all(whole, scale)
-
-        slots = self._selecting.selection.slots
-        if all(slots):
-            some()
-        elif not any(slots):
-            everything()
-        else:
-            tf.cond(chosen.everything, everything, some)
+        if self._on_servers is not None:
+            slots = self._selecting.selection.slots
+            self._on_servers.push(chosen, factor * chosen.scale, slots)
 
     # Down.
 
     def pull(self) -> tf.Tensor:
         """Fetch what has changed since the last time; return bytes, shape [], int64."""
-        if self.stamped is None:
+        if self._on_servers is None:
             return tf.zeros([], tf.int64)
-        with tf.device("CPU:0"):
-            assigned = tf.identity(self._twins.assigned.read_value())
-            afresh = assigned != self._assigned.read_value()
-            since = tf.where(afresh, tf.constant(ALL, tf.int64), self._since)
-        mirrors = [self.variables[i] for i in self._large]
-        times, size = self.stamped.pull(mirrors, since)
-        with tf.device("CPU:0"):
-            self._since.assign(times)
-            self._assigned.assign(assigned)
-        return size
+        return self._on_servers.pull()
 
     @property
     def whole(self) -> list[Any]:
@@ -209,14 +164,13 @@ class Pushed:
     def flush(self, variables: Sequence[Any]) -> bool:
         """Push, eagerly, all that is kept back of variables; tell whether there is."""
         wanted = self.residual.arenas.owned_among(variables)
-        if self.stamped is None or not any(wanted):
+        if self._on_servers is None or not any(wanted):
             return False
         mask, own = arena.mask(self.layout, wanted), self.residual.read()
         if self.residual.unit == "gradients":
             own *= arena.spread(self.layout, self.residual.arenas.rates)
-        self.stamped.push_all(tf.where(mask, own, tf.zeros_like(own)), tf.ones([]))
+        self._on_servers.push_all(tf.where(mask, own, tf.zeros_like(own)))
         self.residual.clear(mask)
-        self.stamped.wait()
         return True
 
     def kept(self) -> list[tf.Tensor]:
