@@ -129,7 +129,7 @@ class Averaged(Exchange):
         self.settled.refuse_late()
         self._anchor.drop_first()
         if part is not None:
-            self.progress.note(part)
+            self.progress.notes.note(part, self.progress.position)
         first = self._config.synchronous_steps
         weight = tf.ones([]) if part is None else part.weight
         finished = [False] * len(local)
@@ -219,7 +219,7 @@ class Averaged(Exchange):
         self._site.load({k: left.pop(k) for k in list(left) if is_of_site(k)})
         self._inner.load({k: v for k, v in left.items() if k in inner}, steps)
         super().load({k: v for k, v in left.items() if k not in inner}, steps)
-        self.progress.loaded()
+        self.progress.length.loaded()
         self._anchor.loaded(self.progress.taken)
         self.rounds.loaded()
         self.settled.set(resumed=True, within=within)

@@ -175,10 +175,10 @@ class Flights(Rounds):
             loss = self._state.loss.read_value()
             traffic = self._state.traffic.read_value()
             changes = [change.read_value() for change in self._state.changes]
-        progress.hear(headers)
+        progress.notes.hear(headers)
         own.counters.add(counted(traffic))
         tf.cond(applies, lambda: self._go_on(changes), lambda: None)
-        progress.adapt(lambda: loss)
+        progress.length.adapt(lambda: loss)
         progress.rounds.assign_add(tf.cast(applies, tf.int64))
         self._state.age.assign(NONE)
         self._state.flying.assign(NONE)

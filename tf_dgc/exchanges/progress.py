@@ -3,23 +3,23 @@
 Axes: N workers.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from tf_dgc import averaging
-from tf_dgc.config import ADAPTIVE, AveragingConfig
+from tf_dgc.config import AveragingConfig
 from tf_dgc.exchanges.figures import RoundStats
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.exchanges.parts import Ballot, Part
+from tf_dgc.exchanges.periods import PeriodLength, StepNotes
 
 
 class PeriodProgress:
-    """Counts local steps and rounds; chooses the period where that adapts.
+    """Counts local steps and rounds.
 
     Attributes:
-        period: shape [], int64, local steps between two rounds.
+        length: of a period.
+        notes: of its steps.
         rounds: shape [], int64, rounds done.
         position: shape [], int64, local steps since the last round, of all workers.
         moved: shape [], int64, those of them in which this worker had rows.
@@ -27,8 +27,6 @@ class PeriodProgress:
         taken: shape [], int64, steps done.
         distance: shape [], float32, of this worker's parameters from those agreed on,
             before the last round.
-        components: shape [K], string: what the numbers of batches are of.
-        loss: shape [], float64, that an adaptive period follows; of all exchanges.
         rows: shape [], float64, of these local steps, of a site; 1 of a worker alone.
     """
 
@@ -43,9 +41,8 @@ class PeriodProgress:
             of_site: whether the steps are those of several workers.
         """
         self._of_site = of_site
-        self._config, self.loss = config, loss
-        self._ballot: Ballot | None = None
-        period = config.max_period if isinstance(config.period, str) else config.period
+        self._first = config.synchronous_steps
+        self.length, self.notes = PeriodLength(config, loss), StepNotes()
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.zeros([], tf.int64)
             self.taken = own_variable(zero, "averaging_steps")
@@ -54,34 +51,10 @@ class PeriodProgress:
             self.unsettled = own_variable(zero, "averaging_unsettled")
             counted = tf.constant(0.0 if of_site else 1.0, tf.float64)
             self.rows = own_variable(counted, "averaging_rows")
-            first = tf.constant(period, tf.int64)
-            self.period = own_variable(first, "averaging_period")
             self.rounds = own_variable(zero, "averaging_rounds")
-            unknown = tf.constant(math.nan, tf.float64)
-            self._first_loss = own_variable(unknown, "averaging_first_loss")
-            self._rate = own_variable(unknown, "averaging_rate")  # of the last step
-            none = tf.zeros([len(averaging.READ)], tf.float64)
-            self._read = own_variable(none, "averaging_read")  # in this period
-            self.components = own_variable(
-                tf.constant([""] * len(averaging.READ)), "averaging_components"
-            )
             self.distance = own_variable(tf.zeros([]), "averaging_distance")
 
     # Steps.
-
-    def note(self, part: Part) -> None:
-        """Note what a step reads, and the votes of all workers.
-
-        The numbers of what is read are added up in a way that tells orders apart.
-        """
-        self._rate.assign(tf.cast(part.rate, tf.float64))
-        self._ballot = part.ballot
-        if part.witness is None:
-            return
-        with tf.device("CPU:0"):
-            place = 1.0 + tf.cast(self.position, tf.float64)
-            self._read.assign_add(tf.cast(part.witness, tf.float64) / place)
-            self.components.assign(part.components)
 
     def moves(self, has_rows: tf.Tensor, early: tf.Tensor, weight: tf.Tensor) -> None:
         """Count what this worker has of a step, which may be an early, synchronous one.
@@ -103,7 +76,7 @@ class PeriodProgress:
     def step(self) -> tf.Tensor:
         """Count a step that has been applied; tell whether it was a local one."""
         with tf.device("CPU:0"):
-            local = self.taken >= self._config.synchronous_steps
+            local = self.taken >= self._first
             self.position.assign_add(tf.cast(local, tf.int64))
         self.taken.assign_add(1)
         return local
@@ -111,7 +84,7 @@ class PeriodProgress:
     def is_due(self, local: tf.Tensor) -> tf.Tensor:
         """Tell whether it is time for a round, given what `step` returned."""
         with tf.device("CPU:0"):
-            return local & (self.position >= self.period)
+            return local & (self.position >= self.length.steps)
 
     def has_taken(self, steps: int) -> tf.Tensor:
         """Tell whether so many steps were taken, on the host: it chooses what to do."""
@@ -137,36 +110,17 @@ class PeriodProgress:
             self.unsettled,
             done,
             nonfinite,
-            self.loss,
-            self._rate,
-            *tf.unstack(self._read.read_value()),
+            self.length.loss,
+            self.notes.rate,
+            *tf.unstack(self.notes.read.read_value()),
         )
-        header = header._replace(rows=self.rows)
-        if self._ballot is not None:
-            header = header._replace(stops=self._ballot.own.read_value())
-        return header
-
-    def hear(self, headers: averaging.RoundHeader) -> None:
-        """Take in the votes of all workers."""
-        if self._ballot is not None:
-            self._ballot.last.assign(tf.cast(headers.stops, tf.float32))
-
-    def adapt(self, loss: Callable[[], tf.Tensor]) -> None:
-        """Choose the next period, where it adapts, by the mean loss in the last one."""
-        if self._config.period != ADAPTIVE:
-            return
-        found = loss()
-        known = tf.math.is_finite(self._first_loss)
-        first = self._first_loss.assign(tf.where(known, self._first_loss, found))
-        least, most = self._config.min_period, self._config.max_period
-        period = averaging.next_period(self.period, found, first, least, most)
-        self.period.assign(period)
+        return self.notes.told(header._replace(rows=self.rows))
 
     def begin(self) -> None:
         """Begin a period."""
         for counter in (self.position, self.moved):
             counter.assign(0)
-        self._read.assign(tf.zeros_like(self._read))
+        self.notes.begin()
         if self._of_site:
             self.rows.assign(0.0)
 
@@ -187,22 +141,12 @@ class PeriodProgress:
             "position": self.position,
             "moved": self.moved,
             "unsettled": self.unsettled,
-            "period": self.period,
             "rounds": self.rounds,
-            "first_loss": self._first_loss,
             "distance": self.distance,
-            "loss": self.loss,
+            **self.length.state,
         }
-
-    def loaded(self) -> None:
-        """Keep to the settings, where another period was loaded."""
-        config = self._config
-        least, most = config.min_period, config.max_period
-        if not isinstance(config.period, str):
-            least = most = config.period
-        self.period.assign(tf.clip_by_value(self.period, least, most))
 
     def stats(self) -> RoundStats:
         """Return how it goes on."""
-        fields = self.rounds, self.period, self.position, self.distance
+        fields = self.rounds, self.length.steps, self.position, self.distance
         return RoundStats(*[field.read_value() for field in fields])

@@ -66,7 +66,7 @@ class Training(NamedTuple):
         with tf.control_dependencies(refused):
             headers = averaging.RoundHeader(*[tf.identity(field) for field in headers])
         reads = averaging.reads(headers)
-        alike = refuse_other_data(reads, self.progress.components)
+        alike = refuse_other_data(reads, self.progress.notes.components)
         with tf.control_dependencies([alike]):
             return averaging.RoundHeader(*[tf.identity(field) for field in headers])
 
@@ -171,7 +171,7 @@ class RoundsAtOnce(Rounds):
             own.header(done), f"{own.place.name}.round"
         )
         headers = own.checked(averaging.read(gathered))
-        own.progress.hear(headers)
+        own.progress.notes.hear(headers)
         return headers
 
     def _average(self, headers: averaging.RoundHeader, parameters: bool) -> None:
@@ -195,7 +195,7 @@ class RoundsAtOnce(Rounds):
         if parameters:
             own.anchor.drop()
             progress.distance.assign(averaging.distance(before, own.variables))
-            progress.adapt(lambda: averaging.mean_loss(headers))
+            progress.length.adapt(lambda: averaging.mean_loss(headers))
             progress.rounds.assign_add(1)
         progress.begin()
         progress.unsettled.assign(0)
