@@ -27,6 +27,47 @@ from tf_dgc.exchanges.rounds import Rounds, Training
 from tf_dgc.transports import sums
 
 
+class Flight:
+    """A round in flight: what the channel's thread does of it."""
+
+    def __init__(self, training: Training, state: FlightState) -> None:
+        """Take what takes part, and what was put aside at departure."""
+        self._training, self._state = training, state
+
+    def exchange(self) -> None:
+        """Exchange headers, and changes where all can go on together."""
+        own = self._training
+        transport, told = own.place.transport, self._state.told.read_value()
+        gathered = transport.all_gather(told, f"{own.place.name}.round")
+        headers = averaging.read(gathered)
+        header = averaging.RoundHeader(*tf.unstack(told))
+        with tf.device("CPU:0"):
+            sound = rounds.agree(headers, len(own.variables))
+            moved = sound & tf.reduce_any(headers.moved > 0)
+        traffic = tf.cond(
+            moved, lambda: self._changes(header, headers), sums.no_traffic
+        )
+        self._state.headers.assign(gathered)
+        loss = averaging.mean_loss(headers)
+        none = tf.constant(np.nan, tf.float64)
+        self._state.loss.assign(tf.where(moved, loss, none))
+        self._state.applies.assign(tf.cast(moved, tf.int64))
+        self._state.traffic.assign(traffic + rounds.header_traffic(transport))
+
+    def _changes(
+        self, header: averaging.RoundHeader, headers: averaging.RoundHeader
+    ) -> tf.Tensor:
+        own = self._training
+        own.replicas.compare(own.anchor.values, tf.reduce_max(headers.moved))
+        changes = own.anchor.changes([v.read_value() for v in self._state.departed])
+        divisor = averaging.divisor(headers, header.rows)
+        shares = averaging.shares(changes, header.moved, divisor)
+        update = own.inner.gradients(shares, None)
+        for change, found in zip(self._state.changes, update.gradients, strict=True):
+            change.assign(found)
+        return update.traffic
+
+
 class Flights(Rounds):
     """Rounds that land some steps after they were sent, at most one at a time.
 
@@ -53,6 +94,7 @@ class Flights(Rounds):
         self._training, self._overlap, self._channel = training, overlap, channel
         self._arrival = Arrival()
         self._state = FlightState(training, siblings[0]._state if siblings else None)
+        self._fly = Flight(training, self._state).exchange
         self._fly_compiled = tf.function(self._fly, autograph=False)
 
     # Steps.
@@ -125,41 +167,6 @@ class Flights(Rounds):
     def _begin(self) -> np.bool_:
         self._arrival.expect(self._channel, self._fly_compiled)
         return np.bool_(True)
-
-    # In flight: in the channel's thread.
-
-    def _fly(self) -> None:
-        """Exchange headers, and changes where all can go on together."""
-        own = self._training
-        transport, told = own.place.transport, self._state.told.read_value()
-        gathered = transport.all_gather(told, f"{own.place.name}.round")
-        headers = averaging.read(gathered)
-        header = averaging.RoundHeader(*tf.unstack(told))
-        with tf.device("CPU:0"):
-            sound = rounds.agree(headers, len(own.variables))
-            moved = sound & tf.reduce_any(headers.moved > 0)
-        traffic = tf.cond(
-            moved, lambda: self._exchange(header, headers), sums.no_traffic
-        )
-        self._state.headers.assign(gathered)
-        loss = averaging.mean_loss(headers)
-        none = tf.constant(np.nan, tf.float64)
-        self._state.loss.assign(tf.where(moved, loss, none))
-        self._state.applies.assign(tf.cast(moved, tf.int64))
-        self._state.traffic.assign(traffic + rounds.header_traffic(transport))
-
-    def _exchange(
-        self, header: averaging.RoundHeader, headers: averaging.RoundHeader
-    ) -> tf.Tensor:
-        own = self._training
-        own.replicas.compare(own.anchor.values, tf.reduce_max(headers.moved))
-        changes = own.anchor.changes([v.read_value() for v in self._state.departed])
-        divisor = averaging.divisor(headers, header.rows)
-        shares = averaging.shares(changes, header.moved, divisor)
-        update = own.inner.gradients(shares, None)
-        for change, found in zip(self._state.changes, update.gradients, strict=True):
-            change.assign(found)
-        return update.traffic
 
     # Landing.
 
