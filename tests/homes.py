@@ -61,8 +61,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_package": "_host.probe version",
     "unit/test_provenance": "strategies.data_graphs",
     "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
-        exchanges.modes exchanges.periods exchanges.progress exchanges.rounds
-        exchanges.settled""",
+        exchanges.modes exchanges.period_steps exchanges.periods exchanges.progress
+        exchanges.rounds exchanges.settled""",
     "unit/test_patches": "_host.applying",
     "unit/test_pushed": """exchanges.selecting exchanges.server_arena
         exchanges.stage_selection""",

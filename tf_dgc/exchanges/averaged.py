@@ -24,12 +24,13 @@ from tf_dgc.exchanges.flights import Flights
 from tf_dgc.exchanges.ledger import Ledger
 from tf_dgc.exchanges.modes import SUM, Combining
 from tf_dgc.exchanges.parts import Part
+from tf_dgc.exchanges.period_steps import PeriodSteps
 from tf_dgc.exchanges.progress import PeriodProgress
 from tf_dgc.exchanges.replicas import Replicas
 from tf_dgc.exchanges.residual import OWNED
 from tf_dgc.exchanges.rounds import Companions, Rounds, RoundsAtOnce, Training
 from tf_dgc.exchanges.settled import SettledMark
-from tf_dgc.transports import handshake, sums
+from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
 
 _PARAMETER, _AVERAGED = "parameter", "averaged"  # names of saved arrays begin so
@@ -80,9 +81,11 @@ class Averaged(Exchange):
         """
         super().__init__(place)
         self._config, self._companions = config, expected.companions
-        self._together = Dense(place._replace(transport=place.transport.everybody))
         sites = [each._site for each in place.siblings]
         self._site = AtSite(place, config, taken_over, sites)
+        self.progress = PeriodProgress(config, loss, bool(self._site))
+        args = self._site, self.progress, config.synchronous_steps
+        self._steps = PeriodSteps(place, *args)
         if channel is not None:
             channel.wait()  # it is to be free for what opening takes
             place = place._replace(transport=channel.transport)
@@ -93,7 +96,6 @@ class Averaged(Exchange):
         anchored = self.variables if wanted else [], expected.outer
         anchors = [each._anchor for each in earlier]
         self._anchor = Anchor(*anchored, self.transport.device, anchors)
-        self.progress = PeriodProgress(config, loss, bool(self._site))
         self.progress.follow([each.progress for each in earlier])
         replicas = self.replicas
         if channel is not None:
@@ -128,30 +130,7 @@ class Averaged(Exchange):
         """Return the gradients of a local step, or their sum where it is of several."""
         self.settled.refuse_late()
         self._anchor.drop_first()
-        if part is not None:
-            self.progress.notes.note(part, self.progress.position)
-        first = self._config.synchronous_steps
-        weight = tf.ones([]) if part is None else part.weight
-        finished = [False] * len(local)
-
-        def own() -> tuple[list[Any], tf.Tensor, Any]:
-            if self._site:
-                found = self._site.gradients(local, taken_over, part)
-                finished[:] = found.finished
-                return found.gradients, sums.no_traffic(), found.weight
-            whole = self.transport.size if part is None else part.whole
-            return [values.scaled(g, whole) for g in local], sums.no_traffic(), weight
-
-        def together() -> tuple[list[Any], tf.Tensor, Any]:
-            found = self._together.gradients(local, None, part)
-            return found.gradients, found.traffic, weight
-
-        with tf.device("CPU:0"):
-            early = self.progress.taken < first
-        gradients, traffic, moving = tf.cond(early, together, own) if first else own()
-        self.progress.moves(weight > 0, early, moving)
-        applies = None if part is None else early | (moving > 0)
-        return Update(gradients, finished, applies, traffic)
+        return self._steps.gradients(local, taken_over, part)
 
     def parameters(self) -> None:
         """Count a step that has been applied, and hold a round where it is time."""
@@ -209,12 +188,8 @@ class Averaged(Exchange):
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
         """Take over what was saved, but for what is the model's own by now."""
         self.rounds.forget()
-        # At the end of a period these are the model's own weights, which are its
-        # user's to load.
         within = bool(arrays["position"]) or arrays.get("flight age", -1) >= 0
-        agreed = {_PARAMETER: not within}
-        agreed[_AVERAGED] = not (within or arrays["unsettled"])
-        left = {k: v for k, v in arrays.items() if not agreed.get(k.split()[0])}
+        left = _without_weights(arrays, within)
         inner = {OWNED, *self._inner.state}
         self._site.load({k: left.pop(k) for k in list(left) if is_of_site(k)})
         self._inner.load({k: v for k, v in left.items() if k in inner}, steps)
@@ -268,6 +243,20 @@ def _inner(place: Place, config: AveragingConfig, combining: Combining) -> Excha
     inner = Compressed(beside, None, config.compression, combining=combining)
     formats.tell_gathered(inner.config, inner.layout, place.transport, config.combine)
     return inner
+
+
+def _without_weights(arrays: Mapping[str, Any], within: bool) -> dict[str, Any]:
+    """Return what was saved but for what is the model's own by now.
+
+    At the end of a period these are its weights, which are its user's to load.
+
+    Args:
+        arrays: that were saved.
+        within: whether in the midst of a period.
+    """
+    agreed = {_PARAMETER: not within}
+    agreed[_AVERAGED] = not (within or arrays["unsettled"])
+    return {k: v for k, v in arrays.items() if not agreed.get(k.split()[0])}
 
 
 def settle(ledger: Ledger, resumed: bool = False) -> list[Any]:

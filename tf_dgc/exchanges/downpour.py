@@ -247,11 +247,11 @@ class ServedLargest(Pushes):
 
     def kept(self) -> list[tf.Tensor]:
         """Return what compression keeps back."""
-        return self.pushed.kept()
+        return [self.pushed.residual.read()]
 
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
-        return self.pushed.tensor_stats(reset)
+        return self.pushed.residual.coverage.stats(reset)
 
 
 class Downpouring(JobServers):

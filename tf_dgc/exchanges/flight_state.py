@@ -3,7 +3,8 @@
 Axis: N workers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -62,6 +63,26 @@ class FlightState:
                 self.departed.append(own_variable(zeros, "averaging_departed"))
                 change = own_variable(values.widened(zeros), "averaging_change")
                 self.changes.append(change)
+
+    def put_aside(
+        self, told: tf.Tensor, variables: Sequence[Any], number: int
+    ) -> list[Any]:
+        """Begin a flight: put aside what the round needs, as steps change the rest.
+
+        Args:
+            told: header of this worker's.
+            variables: the parameters.
+            number: of the exchange.
+
+        Returns:
+            What the round comes after.
+        """
+        put = [self.told.assign(told, read_value=False)]
+        for departed, variable in zip(self.departed, variables, strict=True):
+            put.append(departed.assign(variable, read_value=False))
+        self.age.assign(0)
+        self.flying.assign(number)
+        return put
 
     def saved(self) -> Mapping[str, tf.Variable]:
         """Return what is saved of it, by name."""

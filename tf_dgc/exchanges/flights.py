@@ -140,11 +140,7 @@ class Flights(Rounds):
         own = self._training
         with tf.control_dependencies([self._refuse_another()]):
             told = own.header(done)
-        put = [self._state.told.assign(told, read_value=False)]
-        for departed, variable in zip(self._state.departed, own.variables, strict=True):
-            put.append(departed.assign(variable, read_value=False))
-        self._state.age.assign(0)
-        self._state.flying.assign(own.place.number)
+        put = self._state.put_aside(told, own.variables, own.place.number)
         own.progress.begin()
         if tf.executing_eagerly():
             self._arrival.expect(self._channel, self._fly)

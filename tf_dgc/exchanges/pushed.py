@@ -17,7 +17,6 @@ from tf_dgc.compression import arena, dgc
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.arenas import Arenas
 from tf_dgc.exchanges.base import take_velocity
-from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.residual import RATES, Residual
 from tf_dgc.exchanges.selecting import Selecting
@@ -172,14 +171,6 @@ class Pushed:
         self._on_servers.push_all(tf.where(mask, own, tf.zeros_like(own)))
         self.residual.clear(mask)
         return True
-
-    def kept(self) -> list[tf.Tensor]:
-        """Return the residual."""
-        return [self.residual.read()]
-
-    def tensor_stats(self, reset: bool) -> list[TensorStats]:
-        """Return this worker's figures of each compressed tensor, eagerly."""
-        return self.residual.coverage.stats(reset)
 
 
 def _grouped(

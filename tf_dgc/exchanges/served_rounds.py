@@ -78,6 +78,57 @@ class RoundsOnServers(Downpouring):
         return OuterOnServers(place, self, trained, self.compressing)
 
 
+class CommonCount:
+    """Local steps of the worker that has most, and the chief's rate, on the servers.
+
+    Attributes:
+        rate: of the optimizer.
+    """
+
+    def __init__(self, name: str, make: RoundsOnServers, local: LocalOptimizer) -> None:
+        """Make the variables; let the chief give first values.
+
+        Args:
+            name: prefix of their names.
+            make: of exchanges in the job.
+            local: the optimizer.
+
+        Raises:
+            ValueError: the chief's optimizer has other settings.
+            TimeoutError: the chief did not come.
+        """
+        servers, members, self._own = make.servers, make.members, local.steps
+        self._steps = servers.variable(f"{name}.local_steps", tf.int64)
+        self.rate = Rate(name, servers, members, local.rate)
+        settings = dict(local.settings)
+
+        def begin() -> None:
+            self._steps.assign(tf.cast(self._own, tf.int64))
+            self.rate.begin()
+
+        variable = servers.variable(f"{name}.record", tf.string)
+        there = members.share("optimizer", variable, {"settings": settings}, begin)
+        index = members.index
+        chief_records.compare("optimizers", there["settings"], settings, index)
+        self.rate.join()
+
+    def tell(self, uncounted: int) -> None:
+        """Let the others know how many steps this worker has taken.
+
+        Args:
+            uncounted: steps that the optimizer has not counted yet.
+        """
+        steps = tf.cast(self._own.read_value(), tf.int64)
+        self._steps.assign(tf.maximum(self._steps.read_value(), steps + uncounted))
+
+    def take(self, uncounted: int) -> None:
+        """Go on from the steps of all, and with the chief's rate."""
+        self.rate.take()
+        own = self._own
+        newest = tf.cast(self._steps.read_value() - uncounted, own.dtype)
+        own.assign(tf.maximum(own.read_value(), newest))
+
+
 class LocalRounds(Exchange):
     """Local steps of an optimizer, and when the change goes to the servers.
 
@@ -113,26 +164,9 @@ class LocalRounds(Exchange):
         with tf.init_scope(), tf.device("CPU:0"):
             self.position = own_variable(tf.zeros([], tf.int64), "round_position")
         with tf.init_scope():
-            self._open(make)
+            self._common = CommonCount(self.name, make, local)
+            self._begin_period()
         self._functions: dict[str, Any] = {}
-
-    def _open(self, make: RoundsOnServers) -> None:
-        name, servers = self.name, make.servers
-        self._steps = servers.variable(f"{name}.local_steps", tf.int64)
-        self._rate = Rate(name, servers, self._members, self._local.rate)
-        settings = dict(self._local.settings)
-
-        def begin() -> None:
-            self._steps.assign(tf.cast(self._local.steps, tf.int64))
-            self._rate.begin()
-
-        variable = servers.variable(f"{name}.record", tf.string)
-        record = {"settings": settings}
-        there = self._members.share("optimizer", variable, record, begin)
-        index = self._members.index
-        chief_records.compare("optimizers", there["settings"], settings, index)
-        self._rate.join()
-        self._begin_period()
 
     # A step.
 
@@ -172,7 +206,7 @@ class LocalRounds(Exchange):
         Args:
             uncounted: steps that the optimizer has not counted yet.
         """
-        told = self._rate.tell()
+        told = self._common.rate.tell()
         own = [variable.read_value() for variable in self._own]
         bad = values.first_nonfinite(own)
         names = [variable.name for variable in self._own]
@@ -185,9 +219,7 @@ class LocalRounds(Exchange):
             message = self._kept.message([changes[i] for i in self.outer.large])
         words = None if message is None else message.words
         self.outer.offer(weight, changes[count:], words)
-        steps = tf.cast(self._local.steps.read_value(), tf.int64)
-        newest = tf.maximum(self._steps.read_value(), steps + uncounted)
-        self._steps.assign(newest)
+        self._common.tell(uncounted)
         self._local.step(changes[:count])
 
         def begin() -> None:
@@ -201,10 +233,7 @@ class LocalRounds(Exchange):
         """Begin at what was fetched; count steps from those of all."""
         self._anchor.drop()
         self.position.assign(0)
-        self._rate.take()
-        steps = self._local.steps
-        newest = tf.cast(self._steps.read_value() - uncounted, steps.dtype)
-        steps.assign(tf.maximum(steps.read_value(), newest))
+        self._common.take(uncounted)
 
     # Outside of steps.
 
@@ -229,7 +258,7 @@ class LocalRounds(Exchange):
         if bool(self._twins.changed) and self._members.succession.counts:
             self.outer.give()
         self._twins.changed.assign(False)
-        self._rate.tell()
+        self._common.rate.tell()
         if (turns := self.outer.turns) is not None:
             turns.attendance.enter()
         self.fetch()
