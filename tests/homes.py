@@ -80,9 +80,9 @@ TESTED_IN: dict[str, str] = {
         search.tuners""",
     "unit/test_servers": """servers.chief_records servers.members servers.shards
         strategies.served""",
-    "unit/test_share": """strategies.backward strategies.logs strategies.means
-        strategies.rows strategies.step_hooks strategies.step_warnings
-        strategies.weights""",
+    "unit/test_share": """strategies.applied_gradients strategies.backward
+        strategies.logs strategies.means strategies.rows strategies.step_hooks
+        strategies.step_warnings strategies.weights""",
     "unit/test_split": "strategies.positions strategies.rowwise",
     "unit/test_split_layers": """bands exchanges.split_files layers.draws
         layers.logits layers.refusals layers.trials""",

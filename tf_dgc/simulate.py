@@ -269,7 +269,7 @@ class SimulatedStrategy(BaseStrategy):
         def apply(grads: Any, trainable_variables: Any = None) -> None:
             if trainable_variables is None:
                 trainable_variables = _host.keras.variables_of(optimizer)
-            own = self._turns.weights.applied(grads, trainable_variables)
+            own = self._turns.applied.applied(grads, trainable_variables)
             pairs = zip(own, trainable_variables, strict=True)
             applied.append(self._weighed([(g, v) for g, v in pairs if g is not None]))
 

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.strategies.applied_gradients import AppliedGradients
 from tf_dgc.strategies.current import Current, parts_of
 from tf_dgc.strategies.cuts import NotKnown
 from tf_dgc.strategies.early import Early
@@ -14,7 +15,7 @@ from tf_dgc.strategies.losses import BY_ROWS, SUMMED, Losses
 from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce
-from tf_dgc.strategies.weights import GradientWeights
+from tf_dgc.transports.mesh import Mesh
 
 
 class Backward:
@@ -22,11 +23,11 @@ class Backward:
 
     def __init__(
         self,
-        replicas: int,
+        mesh: Mesh,
         current: Current,
         rows: Rows,
         early: Early,
-        weights: GradientWeights,
+        applied: AppliedGradients,
         warnings: StepWarnings,
         at_once: AtOnce,
         local: bool,
@@ -34,17 +35,17 @@ class Backward:
         """Take what is known of a step.
 
         Args:
-            replicas: N, by which scripts divide losses.
+            mesh: of the workers.
             current: the step that runs.
             rows: of this worker.
             early: gradients that are exchanged before they are applied.
-            weights: of gradients.
+            applied: gradients that optimizers apply.
             warnings: warnings.
             at_once: follows what a step makes of its gradients.
             local: whether a step is this worker's alone.
         """
-        self._replicas, self._current = float(replicas), current
-        self._rows, self._early, self._weights = rows, early, weights
+        self._replicas, self._current = float(mesh.replicas), current
+        self._rows, self._early, self._applied = rows, early, applied
         self._warnings, self._at_once, self._local = warnings, at_once, local
 
     def gradient(
@@ -122,7 +123,7 @@ class Backward:
         ]
         pairs = zip(tf.nest.flatten(found), ways, strict=True)
         gradients = [
-            self._weights.converted(gradient, way, to) for gradient, to in pairs
+            self._applied.converted(gradient, way, to) for gradient, to in pairs
         ]
         step.computed.append((gradients, trained))
         if self._at_once.takes(gradients, trained):

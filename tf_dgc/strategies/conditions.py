@@ -17,7 +17,8 @@ from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.cuts import NotKnown
 from tf_dgc.strategies.known import CONSTANT, NUMBER
 from tf_dgc.strategies.uses import AtOnce
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports import handshake
+from tf_dgc.transports.mesh import Mesh
 
 
 class Conditions:
@@ -25,7 +26,7 @@ class Conditions:
 
     def __init__(
         self,
-        transport: Transport,
+        mesh: Mesh,
         current: Current,
         at_once: AtOnce,
         local: bool,
@@ -34,13 +35,13 @@ class Conditions:
         """Take the step that runs.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
             current: the step.
             at_once: follows what the step makes of its gradients.
             local: whether a step is this worker's alone.
             sums: whether gradients of each step are exchanged.
         """
-        self._transport, self._current, self._at_once = transport, current, at_once
+        self._mesh, self._current, self._at_once = mesh, current, at_once
         self._local, self._sums = local, sums
 
     def _of_all(self, value: Any) -> Any:
@@ -106,15 +107,16 @@ class Conditions:
             ValueError: workers have applied optimizers differently often.
         """
         step = self._current.step
-        eager = tf.executing_eagerly() and self._transport.size > 1
+        over = self._mesh.together
+        eager = tf.executing_eagerly() and over.size > 1
         if not (self._sums and eager) or step.model is None:
             return
         own = tf.constant(len(step.applied), tf.int64)
-        counts = self._transport.all_gather(own, "applied").numpy().tolist()
+        counts = over.all_gather(own, "applied").numpy().tolist()
         if len(set(counts)) == 1:
             return
         record = {"applied": step.applied, "conditions": step.own_conditions}
-        records = handshake.tell(self._transport, "optimizers", record)
+        records = handshake.tell(over, "optimizers", record)
         applied, conditions = (
             sorted({line for each in records for line in each[key] if line})
             for key in ("applied", "conditions")

@@ -11,7 +11,8 @@ from tf_dgc.strategies.losses import BY_ROWS, DONE
 from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce
-from tf_dgc.transports import Transport, sums
+from tf_dgc.transports import sums
+from tf_dgc.transports.mesh import Mesh
 
 
 class Early:
@@ -19,7 +20,7 @@ class Early:
 
     def __init__(
         self,
-        transport: Transport,
+        mesh: Mesh,
         current: Current,
         rows: Rows,
         warnings: StepWarnings,
@@ -30,7 +31,7 @@ class Early:
         """Take what is known of a step.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
             current: the step that runs.
             rows: of this worker.
             warnings: warnings.
@@ -38,7 +39,7 @@ class Early:
             sums: whether gradients of each step are exchanged.
             clips_sum: whether optimizers clip what was exchanged.
         """
-        self._transport, self._current = transport, current
+        self._mesh, self._current = mesh, current
         self._rows, self._warnings, self._at_once = rows, warnings, at_once
         self._sums, self._clips_sum = sums, clips_sum
 
@@ -82,7 +83,7 @@ class Early:
                 gradient = values.scaled(gradient, self._rows.others)
             weighed.append(gradient)
         given = [g for g in self._rows.counted(weighed) if g is not None]
-        totals = iter(sums.dense(self._transport, given, "early").gradients)
+        totals = iter(sums.dense(self._mesh.together, given, "early").gradients)
         step.ways |= {id(variable): DONE for variable in variables}
         return [None if g is None else next(totals) for g in gradients]
 

@@ -49,8 +49,8 @@ class Inner:
     def join(self) -> None:
         """Make what several workers have."""
         core, transport = self.core, self.core.transport
-        kinds, together = core.kinds_of_steps(), core.mesh.together
-        core.share = Share(together, *kinds, everybody=transport)
+        kinds = core.kinds_of_steps()
+        core.share = Share(core.mesh, *kinds)
         met = core.share.warnings.met_in_outputs
         self.own_batches = OwnBatches(transport, met)
         core.stopping = Stopping(transport, core.ledger, lambda: self.settle())
@@ -97,8 +97,8 @@ class Inner:
         if (share := self.core.share) is None:
             yield gradients
             return
-        found = share.weights.applied(gradients, variables, optimizer)
-        with share.weights.taken():
+        found = share.applied.applied(gradients, variables, optimizer)
+        with share.applied.taken():
             yield found
 
     def own_state(self, model: keras.Model | None) -> list[Record]:

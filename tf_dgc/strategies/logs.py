@@ -13,7 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports import handshake
+from tf_dgc.transports.mesh import Mesh
 
 # For a name in logs, which metric of the model gave it, and by what key.
 _Origins = dict[str, tuple[int, str | None]]
@@ -22,13 +23,13 @@ _Origins = dict[str, tuple[int, str | None]]
 class Logs:
     """Logs of models' steps; there is one per strategy."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         """Begin with nothing.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
         """
-        self._transport = transport
+        self._mesh = mesh
         self._origins: weakref.WeakKeyDictionary[keras.Model, dict[bool, _Origins]] = (
             weakref.WeakKeyDictionary()
         )
@@ -78,7 +79,7 @@ class Logs:
         origins = {name: origins[name] for name in flat if name in origins}
         own = {k: _as_json(v) for k, v in flat.items() if k not in origins}
         record = {"rows": rows if flat else 0.0, "logs": own, "metrics": origins}
-        found = handshake.tell(self._transport, "logs", record)
+        found = handshake.tell(self._mesh.everybody, "logs", record)
         told: dict[str, Any] = next(
             (each["metrics"] for each in found if each["metrics"]), {}
         )

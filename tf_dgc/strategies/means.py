@@ -13,6 +13,7 @@ from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.cuts import NotKnown
 from tf_dgc.strategies.losses import SUMMED
 from tf_dgc.strategies.rows import Rows
+from tf_dgc.transports.mesh import Mesh
 
 
 class StepMeans:
@@ -20,7 +21,7 @@ class StepMeans:
 
     def __init__(
         self,
-        replicas: int,
+        mesh: Mesh,
         current: Current,
         rows: Rows,
         local: bool,
@@ -28,12 +29,12 @@ class StepMeans:
         """Take what is known of a step.
 
         Args:
-            replicas: N, by which Keras and scripts divide losses.
+            mesh: of the workers.
             current: the step that runs.
             rows: of this worker.
             local: whether a step is this worker's alone.
         """
-        self._replicas, self._current = replicas, current
+        self._replicas, self._current = mesh.replicas, current
         self._rows, self._local = rows, local
         self._by_keras: collections.deque[Any] = collections.deque(maxlen=8)
 

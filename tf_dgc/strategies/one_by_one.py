@@ -17,6 +17,7 @@ from tf_dgc.strategies.conditions import OwnNumbers
 from tf_dgc.strategies.share import Share
 from tf_dgc.strategies.step_warnings import WarningsInTurn
 from tf_dgc.transports.base import Transport, default_device
+from tf_dgc.transports.mesh import Mesh
 
 
 class Seat(Transport):
@@ -85,7 +86,7 @@ class ShareInTurn(Share):
 
     def __init__(self, seat: Seat, clips_sum: bool) -> None:
         """Create the variables, outside of any graph."""
-        super().__init__(seat, clips_sum, local=False)
+        super().__init__(Mesh.of(seat), clips_sum, local=False)
 
     def of_all(self, model: keras.Model, logs: Any) -> Any:
         """Return the logs of a step from those of each worker.

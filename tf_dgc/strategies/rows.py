@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies.current import Current, graph
 from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import Mesh
 
 
 class Rows:
@@ -21,15 +22,14 @@ class Rows:
     may be called in many steps.
     """
 
-    def __init__(self, transport: Transport, current: Current) -> None:
+    def __init__(self, mesh: Mesh, current: Current) -> None:
         """Create the variables, outside of any graph.
 
         Args:
-            transport: between the workers of a step.
+            mesh: of the workers.
             current: the step that runs.
         """
-        self._transport, self._current = transport, current
-        self._everybody = transport
+        self._mesh, self._current = mesh, current
         own = tf.VariableSynchronization.NONE
         # What is done next depends on them.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -37,10 +37,6 @@ class Rows:
                 tf.Variable(value, trainable=False, synchronization=own)
                 for value in (1.0, 0.0)
             )
-
-    def compare_among(self, everybody: Transport) -> None:
-        """Agree among all workers on what is usual, so that their sites can compare."""
-        self._everybody = everybody
 
     def begin(self, rows: Any) -> None:
         """Begin a step with so many rows; None where nobody can tell."""
@@ -90,12 +86,12 @@ class Rows:
         What is evaluated, and does not train, all workers compute together.
         """
         trains = self._current.step.trains
-        return self._transport if trains else self._everybody
+        return self._mesh.together if trains else self._mesh.everybody
 
     @property
     def others(self) -> float:
         """All workers for each one of the step: sums over these stand for all rows."""
-        return self._everybody.size / self.over.size
+        return self._mesh.everybody.size / self.over.size
 
     def shares(self) -> tf.Tensor:
         """Return the share of each worker in the rows of all: shape [N], float32.
@@ -129,10 +125,14 @@ class Rows:
         return tf.where(self.empty, 0.0, self._rows.read_value())
 
     def _agree_on_usual(self) -> None:
-        """Agree in the first step on what is usual, so that weights are about 1."""
+        """Agree in the first step on what is usual, so that weights are about 1.
+
+        Among all workers, so that their sites can compare.
+        """
 
         def gather() -> None:
-            rows = self._everybody.all_gather(self._rows.read_value(), "usual_rows")
+            own = self._rows.read_value()
+            rows = self._mesh.everybody.all_gather(own, "usual_rows")
             self._usual.assign(tf.maximum(tf.reduce_max(rows), 1.0))
 
         shares = self._current.step.shares.items()

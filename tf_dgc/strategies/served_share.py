@@ -28,6 +28,7 @@ from tf_dgc.strategies.share import Share
 from tf_dgc.strategies.step_warnings import WarningsOnServers
 from tf_dgc.strategies.weights import WeightsOnServers
 from tf_dgc.transports.base import Transport, default_device
+from tf_dgc.transports.mesh import Mesh
 
 _WIRE = tf.float64  # type in which sums are on the servers
 
@@ -126,9 +127,9 @@ class _Sum:
 class RowsOnServers(Rows):
     """Rows of a worker whose gradients count by them in a mean on servers."""
 
-    def __init__(self, transport: Transport, current: Current) -> None:
+    def __init__(self, mesh: Mesh, current: Current) -> None:
         """Create the variables, outside of any graph."""
-        super().__init__(transport, current)
+        super().__init__(mesh, current)
         self._usual.assign(1.0)
 
     def _agree_on_usual(self) -> None:
@@ -147,7 +148,7 @@ class ServedShare(Share):
 
     def __init__(self, transport: OverServers) -> None:
         """Create the variables, outside of any graph."""
-        super().__init__(transport, clips_sum=False, local=False)
+        super().__init__(Mesh.of(transport), clips_sum=False, local=False)
         self._meetings = transport
 
     def run(

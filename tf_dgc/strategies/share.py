@@ -6,6 +6,7 @@ Axis: N workers, or those of a site, where a step is theirs. What a step is, is 
     rows            how many rows this worker has, and of the rows of all which share
     backward        gradients of a loss, computed so that those of all can become one
     early           gradients that are exchanged where they are computed
+    applied_gradients   gradients that optimizers apply, so that they can become one
     weights         what a gradient counts in the exchange
     conditions      conditions that all workers decide alike
     means           numbers in metrics and logs
@@ -24,6 +25,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
+from tf_dgc.strategies.applied_gradients import AppliedGradients
 from tf_dgc.strategies.backward import Backward
 from tf_dgc.strategies.conditions import Conditions
 from tf_dgc.strategies.current import Current, Step
@@ -38,7 +40,7 @@ from tf_dgc.strategies.rows import Rows, SmallSteps
 from tf_dgc.strategies.step_warnings import StepWarnings
 from tf_dgc.strategies.uses import AtOnce
 from tf_dgc.strategies.weights import GradientWeights
-from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import Mesh
 
 
 class Share:
@@ -49,6 +51,7 @@ class Share:
             to the exchange.
         rows: of this worker.
         early: gradients that are exchanged before they are applied.
+        applied: gradients that optimizers apply.
         weights: of gradients.
         backward: gradients of losses.
         conditions: that all workers decide alike.
@@ -62,42 +65,32 @@ class Share:
 
     def __init__(
         self,
-        transport: Transport,
+        mesh: Mesh,
         clips_sum: bool,
         local: bool,
         averages: bool = False,
-        everybody: Transport | None = None,
     ) -> None:
         """Create the variables, outside of any graph.
 
         Args:
-            transport: between the workers of a step.
+            mesh: of the workers.
             clips_sum: whether optimizers clip what was exchanged.
             local: whether a step is this worker's alone.
             averages: whether all but the first steps are, of which weights are
                 averaged.
-            everybody: between all workers, by whose number scripts divide losses; by
-                default those of a step.
         """
-        self._transport, self._current = transport, Current()
-        everybody = transport if everybody is None else everybody
-        self._replicas = everybody.size
-        self.warnings = self._warnings(everybody)
-        self.rows = self._rows(transport, self._current)
-        self.rows.compare_among(everybody)
+        self._mesh, self._current = mesh, Current()
+        self.warnings = self._warnings(mesh)
+        self.rows = self._rows(mesh, self._current)
         self._small_steps, self._earlier = SmallSteps(), EarlierRows()
-        self.logs = Logs(everybody)
+        self.logs = Logs(mesh)
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self.decide(clips_sum, local, averages)
 
     def decide(self, clips_sum: bool, local: bool, averages: bool) -> None:
         """Begin without gradients, before the first step; arguments as of the class."""
         self._local, self.clips_sum = local, clips_sum
-        transport, current, sums = (
-            self._transport,
-            self._current,
-            not (local or averages),
-        )
+        mesh, current, sums = self._mesh, self._current, not (local or averages)
         warnings, rows = self.warnings, self.rows
         self._at_once = at_once = AtOnce(
             clips_sum and sums,
@@ -105,17 +98,17 @@ class Share:
             lambda: current.step.in_branch(),
         )
         self.early = early = self._early(
-            transport, current, rows, warnings, at_once, sums, clips_sum
+            mesh, current, rows, warnings, at_once, sums, clips_sum
         )
-        replicas = self._replicas
-        self.weights = weights = self._weights(
-            transport, current, rows, early, at_once, self._small_steps, local, replicas
-        )
+        args = mesh, current, rows, early, at_once, local
+        self.applied = applied = AppliedGradients(*args)
+        small_steps = self._small_steps
+        self.weights = self._weights(mesh, current, rows, small_steps, local)
         self.backward = Backward(
-            replicas, current, rows, early, weights, warnings, at_once, local
+            mesh, current, rows, early, applied, warnings, at_once, local
         )
-        self.conditions = self._conditions(transport, current, at_once, local, sums)
-        self.means = self._means(replicas, current, rows, local)
+        self.conditions = self._conditions(mesh, current, at_once, local, sums)
+        self.means = self._means(mesh, current, rows, local)
 
     @property
     def step(self) -> Step:
@@ -193,10 +186,9 @@ class Share:
     def _read(self, args: Any, step: Callable[[Any], Any]) -> Any:
         """Run a step, so that its losses can be read."""
         over = self.rows.over
-        reading = Reading(*slicing.tensors_of(args), self._replicas)
-        self.step.losses = Losses(
-            reading, over.size, self._total, over.rank, self._replicas
-        )
+        replicas = self._mesh.replicas
+        reading = Reading(*slicing.tensors_of(args), replicas)
+        self.step.losses = Losses(reading, over.size, self._total, over.rank, replicas)
         with _host.operations.recorded() as writes:
             logs = step(args)
             self._at_once.look_at_results(logs)
@@ -217,7 +209,7 @@ class Share:
 
     def note_asked(self) -> None:
         """Note that a script asks for N; it may divide by it in the step that runs."""
-        self.step.note_asked(self._replicas)
+        self.step.note_asked(self._mesh.replicas)
 
     def note_meeting(self, tensor: Any) -> None:
         """Note that workers meet in the forward pass, and get the same tensor."""

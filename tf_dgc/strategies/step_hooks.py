@@ -21,7 +21,7 @@ def apply_own_gradients(
     """Apply gradients that are zero where a worker has no rows."""
     share = share_of(_host.keras.strategy_of(optimizer))
     if share is not None and not _host.applying.applies_as_they_are(optimizer):
-        grads = share.weights.applied(grads, variables, optimizer)
+        grads = share.applied.applied(grads, variables, optimizer)
     return original(optimizer, grads, variables)
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import added_up
 from tf_dgc.strategies.current import Step
-from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import Mesh
 
 _logger = logging.getLogger("tf_dgc")
 _OWN_SUMS = (
@@ -26,13 +26,13 @@ _OWN_SUMS = (
 class StepWarnings:
     """Warnings that were logged."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         """Begin with none.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
         """
-        self._transport = transport
+        self._mesh = mesh
         self._warnings: set[str] = set()
         self._has_met_nobody = False
         # Models whose metrics were looked at, eagerly.
@@ -40,7 +40,7 @@ class StepWarnings:
 
     @property
     def _speaks(self) -> bool:
-        return bool(self._transport.rank == 0)
+        return bool(self._mesh.everybody.rank == 0)
 
     def say(self, warning: str) -> None:
         """Log a warning, once."""
