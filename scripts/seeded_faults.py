@@ -241,7 +241,7 @@ FAULTS = (
     Fault(
         "the largest of all rows is each worker's own",
         "strategies/losses.py",
-        "inverse = self._totals.winners[cut.key] if cut.best else cut.inverse",
+        "inverse = self._sums.totals.winners[cut.key] if cut.best else cut.inverse",
         "inverse = cut.inverse",
         "unit/losses",
     ),

@@ -51,9 +51,10 @@ TESTED_IN: dict[str, str] = {
         exchanges.residual""",
     "unit/test_elements": "strategies.batch_rows",
     "unit/test_horovod_names": "horovod.options",
-    "unit/test_losses": """strategies.cuts strategies.formulas strategies.known
-        strategies.number_terms strategies.readings strategies.row_axes
-        strategies.row_rules strategies.row_shapes strategies.totals""",
+    "unit/test_losses": """strategies.cuts strategies.formulas strategies.judgement
+        strategies.known strategies.loss_sums strategies.number_terms
+        strategies.readings strategies.row_axes strategies.row_rules
+        strategies.row_shapes strategies.totals""",
     "unit/test_output": "launcher.job",
     "unit/test_own_batches": "strategies.handed_over",
     "unit/test_own_steps": """strategies.conditions strategies.context

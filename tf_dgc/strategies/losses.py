@@ -23,29 +23,16 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.strategies import readings
-from tf_dgc.strategies.cuts import Cut, Cuts, widened
+from tf_dgc.strategies.cuts import Cut, Cuts
 from tf_dgc.strategies.formulas import Formula
 from tf_dgc.strategies.known import CONSTANT, MEAN, NUMBER, ROWS, SUM
-from tf_dgc.strategies.totals import CutTotals
+from tf_dgc.strategies.loss_sums import LossSums
 
 # Ways in which gradients of workers become one: a mean by rows, or a sum.
 BY_ROWS, SUMMED = "by rows", "summed"
 DONE = "done"  # they are those of all workers
 WEIGHED = "weighed"  # by rows, before they count alike
-
-
-class _Given(NamedTuple):
-    """Sums over all workers.
-
-    Attributes:
-        numbers: by the keys of cuts.
-        leaves: those that are computed of nothing else here, with their cuts.
-    """
-
-    numbers: dict[Any, tf.Tensor]
-    leaves: list[tuple[Cut, tf.Tensor]]
 
 
 class Whole(NamedTuple):
@@ -82,12 +69,9 @@ class Losses:
             rank: of this worker.
             replicas: by how many workers the step divides; by default N.
         """
-        self.reading, self._total = reading, total
-        self._cuts = Cuts(reading, size)
-        self._totals = CutTotals(total, size, rank)
+        self.reading, self._cuts = reading, Cuts(reading, size)
         self._formula = Formula(self._cuts, size if replicas is None else replicas)
-        # Workers that have rows.
-        self._present = Cut("present", None, tf.ones([]), 1.0)
+        self._sums = LossSums(self._cuts, self._formula, total, size, rank)
 
     def way_of(self, targets: Sequence[Any]) -> tuple[str, int] | None:
         """Return how gradients of losses become one, where that needs no more numbers.
@@ -125,9 +109,9 @@ class Losses:
         """
         cuts = self._cuts.of(targets)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            given, own = self._given(cuts, tape)
+            given, own = self._sums.given(cuts, tape)
             value = self._sum(targets, given.numbers)
-        present = given.numbers[self._present.key]
+        present = given.numbers[self._sums.present.key]
         handles = [h for _, h in (*given.leaves, *own)]
         slopes = iter(tape.gradient(value, handles))
         found: dict[int, tuple[Any, list[tf.Tensor]]] = {}
@@ -153,7 +137,7 @@ class Losses:
         Raises:
             NotKnown: it is not made of sums over rows.
         """
-        given, _ = self._given(self._cuts.of(targets), None)
+        given, _ = self._sums.given(self._cuts.of(targets), None)
         return self._sum(targets, given.numbers)
 
     def again(self, tensor: Any) -> tf.Tensor:
@@ -162,7 +146,7 @@ class Losses:
         Raises:
             NotKnown: it is not made of sums over rows.
         """
-        given, _ = self._given(self._cuts.of([tensor]), None)
+        given, _ = self._sums.given(self._cuts.of([tensor]), None)
         return self._formula.value(tensor, given.numbers)
 
     def _sum(self, targets: Sequence[Any], given: dict[Any, tf.Tensor]) -> tf.Tensor:
@@ -173,108 +157,6 @@ class Losses:
         tensor = cut.tensor
         if cut.local is None:  # all workers compute the same of it
             return tf.cast(slope / tf.cast(present, slope.dtype), tensor.dtype)
-        inverse = self._totals.winners[cut.key] if cut.best else cut.inverse
+        inverse = self._sums.totals.winners[cut.key] if cut.best else cut.inverse
         by = tf.cast(slope * tf.cast(inverse, slope.dtype), tensor.dtype)
         return tf.broadcast_to(by, tf.shape(tensor))
-
-    def _given(
-        self, cuts: Sequence[Cut], tape: tf.GradientTape | None
-    ) -> tuple["_Given", list[tuple[Any, tf.Tensor]]]:
-        """Return sums over all workers, and tensors of which rows are computed again.
-
-        Args:
-            cuts: of the loss.
-            tape: that runs, and follows what is returned; None for no gradient.
-        """
-        levels = self._cuts.by_level(cuts)
-        levels[0] = [self._present, *levels[0]]
-        leaves: list[tuple[Cut, tf.Tensor]] = []
-        own = _Own(tape)
-        numbers: dict[Any, tf.Tensor] = {}
-        entering: dict[Any, tf.Tensor] = {}  # as they are in rows
-        for i, level in enumerate(levels):
-            if i:
-                entering |= self._entered(levels[i - 1], numbers)
-            local = [self._local(cut, entering, own) for cut in level]
-            for cut, total in zip(level, self._totals.of(level, local), strict=True):
-                numbers[cut.key] = total
-                if tape is not None and not cut.nested and cut.key == id(cut.tensor):
-                    tape.watch(total)
-                    leaves.append((cut, total))
-        return _Given(numbers, leaves), list(own.handles.values())
-
-    def _entered(
-        self, cuts: Sequence[Cut], numbers: dict[Any, tf.Tensor]
-    ) -> dict[Any, tf.Tensor]:
-        """Return sums as they go into rows: of all workers is what they count there."""
-        made = [cut.key for cut in cuts if cut.local is not None or cut.nested]
-
-        @tf.custom_gradient
-        def enter(*found: tf.Tensor) -> Any:
-            def slopes(*each: tf.Tensor) -> Any:
-                return self._total(list(each))
-
-            return [tf.identity(number) for number in found], slopes
-
-        return dict(zip(made, enter(*[numbers[key] for key in made]), strict=True))
-
-    def _local(
-        self,
-        cut: Cut,
-        entering: dict[Any, tf.Tensor],
-        own: "_Own",
-    ) -> Any:
-        """Return a sum over this worker's rows, with sums of all in each row."""
-        if not cut.nested:
-            return cut.local
-        order, leaves = self._cuts.followed(cut)
-        made: dict[int, Any] = {}
-        constants: dict[Any, tf.Tensor] = {}
-        for leaf in leaves:
-            known = self.reading.of(leaf)
-            if known.kind == NUMBER:
-                for part in self._cuts.of([leaf]):
-                    if part.local is None and not part.nested:
-                        handle = own.of(part.tensor)
-                        constants[part.key] = handle
-                made[id(leaf)] = self._formula.value(leaf, entering | constants)
-            else:
-                made[id(leaf)] = own.of(leaf)
-        for tensor in order:
-            operation = self._cuts.operation(tensor)
-            inputs = [
-                each
-                if self.reading.power_of(each)
-                and not self.reading.power_in(each, operation)
-                else made.get(id(each), each)
-                for each in operation.inputs
-            ]
-            made[id(tensor)] = _host.operations.again(operation, inputs)
-        found = made[id(cut.tensor)]
-        wide = widened(found)
-        if self.reading.of(cut.tensor).kind == ROWS:
-            wide = tf.reduce_sum(wide)
-        return tf.math.multiply_no_nan(wide, tf.cast(cut.inverse, wide.dtype))
-
-
-class _Own:
-    """Tensors of this worker, of which rows are computed again.
-
-    Attributes:
-        handles: of each tensor what a tape follows, by identity.
-    """
-
-    def __init__(self, tape: tf.GradientTape | None) -> None:
-        self._tape = tape
-        self.handles: dict[int, tuple[Any, tf.Tensor]] = {}
-
-    def of(self, tensor: Any) -> Any:
-        """Return a tensor of this worker, which the tape follows."""
-        tape = self._tape
-        if tape is None or not tensor.dtype.is_floating:
-            return tensor
-        if id(tensor) not in self.handles:
-            with tape.stop_recording():
-                self.handles[id(tensor)] = tensor, tf.identity(tensor)
-            tape.watch(self.handles[id(tensor)][1])
-        return self.handles[id(tensor)][1]

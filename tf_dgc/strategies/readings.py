@@ -13,26 +13,21 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import row_axes, row_rules
+from tf_dgc.strategies import row_axes
+from tf_dgc.strategies.judgement import Judge
 from tf_dgc.strategies.known import (
     ALIKE,
     CONSTANT,
     COUNT,
     LINEAR,
     NUMBER,
-    ROW,
     ROWS,
     SAME,
     SCALE,
     SHAPE,
     SPLITS,
-    SUM,
-    THE_ROWS,
     UNKNOWN,
-    UNREAD,
     Known,
-    enters,
-    row_count,
 )
 from tf_dgc.strategies.number_terms import NumberTerms
 from tf_dgc.strategies.replicas import power_of
@@ -51,7 +46,6 @@ class Reading:
     Attributes:
         static: how many rows the batch has, where shapes tell.
         shapes: of tensors, by which some facts are told.
-        divided_by_rows: ids of what was divided by a number of Python that tells them.
         asked: N, where the step itself has asked for it.
     """
 
@@ -71,19 +65,24 @@ class Reading:
             workers: N.
         """
         self.static, self.asked = static, 0
-        self.divided_by_rows: set[int] = set()
         self._kept = [*rows, *splits]
         self._known = {id(each): Known(ROWS) for each in rows}
         self._known |= {id(each): Known(ROWS, SPLITS) for each in splits}
-        self._facts = row_axes.AxisFacts(
+        facts = row_axes.AxisFacts(
             static,
             lambda t: self.of(t).origin == COUNT or self.of(t).kind == SHAPE,
             lambda tensor: self.of(tensor).picks,
             lambda tensor: self.of(tensor).copies,
             workers,
         )
-        self.shapes = RowShapes(self._facts)
+        self.shapes = RowShapes(facts)
         self._terms = NumberTerms(static, workers, self._note)
+        self._judge = Judge(facts, self.shapes, self._terms)
+
+    @property
+    def divided_by_rows(self) -> set[int]:
+        """Ids of what was divided by a number of Python that tells the rows."""
+        return self._judge.divided_by_rows
 
     @property
     def doubts(self) -> list[str]:
@@ -160,76 +159,14 @@ class Reading:
             tensor, operation = inputs[0], _host.operations.of(inputs[0])
         return operation.line() if operation is not None else ""
 
-    # Judgement of one tensor, whose inputs are known.
-
     def _judged(self, tensor: Any, operation: Operation | None) -> Known:
+        """Judge a tensor whose inputs are known."""
         if power := self.power_of(tensor):
             return Known(NUMBER, terms=frozenset({(CONSTANT, power)}))
         if operation is None or operation.kind in ("Const", "Placeholder"):
             return self.shapes.leaf(tensor)
         inputs = [self._known[id(each)] for each in operation.inputs]
-        kind, own = operation.kind, operation.output
-        if kind == "IdentityN":
-            inputs = inputs[own : own + 1]
-            if inputs[0].nested:  # its gradient may be another
-                return UNREAD
-            return inputs[0]
-        if any(each.kind == ROW for each in inputs):
-            return row_rules.of_one_row(operation, inputs)
-        if kind == "Prod" and self.shapes.is_shape(operation.inputs[0]):
-            return row_count(THE_ROWS)
-        if kind == "Fill" and self.shapes.is_shape(operation.inputs[0]):
-            number = inputs[1].kind == NUMBER and enters(inputs[1], kind)
-            return Known(ROWS, nested=number)
-        if kind == "StridedSlice" and self.shapes.is_eager_shape(operation.inputs[0]):
-            return self.shapes.of_shape(tensor, operation, [Known(SHAPE), *inputs[1:]])
-        if all(i.kind == CONSTANT for i in inputs) or kind.startswith(_MEETINGS):
-            return ALIKE
-        if kind == "Range":
-            return self.shapes.range(tensor, inputs)
-        if SHAPE not in {each.kind for each in inputs[:1]} or kind in _CREATING:
-            places = row_axes.places(operation)
-            sized = [inputs[i] for i in places if i < len(inputs)]
-            values = [ALIKE if i in places else each for i, each in enumerate(inputs)]
-            if kind in _CREATING and self.shapes.makes_rows(tensor, sized, values):
-                return self.shapes.created(tensor, values)
-            inputs = values if kind not in _CREATING else inputs
-        kinds = {each.kind for each in inputs}
-        if kinds <= {CONSTANT}:
-            return ALIKE
-        if self._is_unknown(operation, inputs):
-            return UNREAD
-        if ROWS in kinds:
-            return row_rules.of_rows(self._facts, tensor, operation, inputs)
-        if UNKNOWN in kinds:
-            return UNREAD
-        if SHAPE in kinds:
-            return self.shapes.of_shape(tensor, operation, inputs)
-        stateful = _host.tensorflow.is_stateful(kind) or kind in row_axes.CALLS
-        if stateful and self.static is None and self.shapes.has_rows(tensor):
-            return Known(ROWS, axis=self.shapes.by_shape(tensor))
-        if stateful:
-            return UNREAD
-        if kind in ("Pack", "ConcatV2") and tensor.dtype.is_integer:
-            counts = [each for each in inputs if each.origin == COUNT]
-            if counts and tensor.shape.rank == 1:
-                return Known(SHAPE, counts[0].extent)
-        if kind in SCALE - {"Mul"} and inputs[1].kind == CONSTANT:
-            sums = inputs[0].origin == SUM or inputs[0].terms == frozenset({(SUM, 0)})
-            told = _host.operations.of(operation.inputs[1])
-            if sums and self._terms.tells_count(operation) and told is None:
-                self.divided_by_rows.add(id(tensor))
-        counts_rows = all(each.picks for each in inputs if each.kind == NUMBER)
-        picks = counts_rows and not tensor.dtype.is_floating
-        return Known(NUMBER, terms=self._terms.of(operation, inputs), picks=picks)
-
-    def _is_unknown(self, operation: Operation, inputs: list[Known]) -> bool:
-        """Tell whether something unknown becomes a value of what is computed."""
-        opaque = row_axes.is_opaque(operation.kind)
-        return any(
-            known.kind == UNKNOWN and (not opaque or tensor.dtype.is_floating)
-            for tensor, known in zip(operation.inputs, inputs, strict=True)
-        )
+        return self._judge.of(tensor, operation, inputs)
 
 
 def _outer(tensor: Any, operation: Operation | None) -> Any:
