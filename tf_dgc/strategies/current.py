@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies.losses import BY_ROWS, DONE, Losses
+from tf_dgc.strategies.losses import BY_ROWS, DONE, SUMMED, Losses
 
 
 class Step:
@@ -77,6 +77,20 @@ class Step:
     def is_done(self, variables: Sequence[Any]) -> bool:
         """Tell whether the gradients of variables are those of all workers."""
         return bool(variables) and all(self.way_of(v) == DONE for v in variables)
+
+    def way_of_gradients(self, targets: Sequence[Any]) -> str | None:
+        """Return the way of gradients of this worker whose gradients are computed.
+
+        These are sums over rows, as the others are. None: they are something else.
+        """
+        ways = {
+            id(gradient): self.way_of(variable)
+            for gradients, variables in self.computed
+            for gradient, variable in zip(gradients, variables, strict=True)
+        }
+        unique = {ways.get(id(each)) for each in targets}
+        way = unique.pop() if len(unique) == 1 else None
+        return way if way in (BY_ROWS, SUMMED) else None
 
     def variables_of(self, gradients: Sequence[Any]) -> list[Any] | None:
         """Return what gradients belong to, or what they were made of."""
