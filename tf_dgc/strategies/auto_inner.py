@@ -59,7 +59,7 @@ class AutoInner(Inner):
 
     def compare_variables(self) -> None:
         """Choose before the first step of a `fit`."""
-        model = self._agreement.to_compare
+        model = self.agreement.to_compare
         if model is not None and tf.executing_eagerly():
             self._choose_for(model)
         super().compare_variables()

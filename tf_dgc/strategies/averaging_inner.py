@@ -121,7 +121,7 @@ class AveragingInner(Inner):
         if density is None or not self._steps or visits >= VISITS:
             return
         rounds = self._steps // self._settings.least_period
-        self.warn(
+        self.core.warn(
             [
                 f"A `fit` of {self._steps} steps has {rounds} rounds, in each of which "
                 f"{100 * density:.3g}% of the elements are sent: {visits:.2g} times "

@@ -229,7 +229,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             RuntimeError: no step of a model runs.
             ValueError: they are not of this step, or the strategy compresses them.
         """
-        return self.inner.exchange(gradients)
+        return self.inner.exchanging.exchanged(gradients)
 
 
 def agree(strategy: str, transport: Transport, config: Any) -> None:

@@ -107,16 +107,15 @@ class Conditions:
             ValueError: workers have applied optimizers differently often.
         """
         step = self._current.step
-        over = self._mesh.together
-        eager = tf.executing_eagerly() and over.size > 1
+        eager = tf.executing_eagerly() and self._mesh.together.size > 1
         if not (self._sums and eager) or step.model is None:
             return
         own = tf.constant(len(step.applied), tf.int64)
-        counts = over.all_gather(own, "applied").numpy().tolist()
+        counts = self._mesh.together.all_gather(own, "applied").numpy().tolist()
         if len(set(counts)) == 1:
             return
         record = {"applied": step.applied, "conditions": step.own_conditions}
-        records = handshake.tell(over, "optimizers", record)
+        records = handshake.tell(self._mesh.together, "optimizers", record)
         applied, conditions = (
             sorted({line for each in records for line in each[key] if line})
             for key in ("applied", "conditions")

@@ -101,7 +101,7 @@ class DownpourStrategy(BaseStrategy):
             tuners.install(refusal=_NO_TUNER)
             files.set_worker(self.rank, cluster.workers)
             randomness.share(int(self._members.told["seed"]))
-            self.inner.warn(randomness.take_over_told(self._members.told))
+            self._core.warn(randomness.take_over_told(self._members.told))
 
     # Who and where.
 

@@ -1,7 +1,9 @@
 """Exchange of the gradients that an optimizer applies, and the update after it."""
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,7 +21,42 @@ class Exchanging:
     def __init__(self, core: Core) -> None:
         """Take the core of the strategy."""
         self._core = core
-        core.ledger.part_of = self._part_of_model
+        core.ledger.part_of = functools.partial(_part_of_model, core)
+
+    def take_in(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Prepare an optimizer that is being made in the scope."""
+        config = self._core.config
+        if isinstance(config, DGCConfig) and config.nonfinite == "skip":
+            transport = self._core.transport
+            optimizers.leave_out_whole_steps(optimizer, transport, self._weighed)
+
+    @contextlib.contextmanager
+    def _weighed(
+        self, gradients: list[Any], variables: Sequence[Any], optimizer: Any
+    ) -> Iterator[Sequence[Any]]:
+        """Yield gradients as they count in the step that runs, to be applied."""
+        if (share := self._core.share) is None:
+            yield gradients
+            return
+        found = share.applied.applied(gradients, variables, optimizer)
+        with share.applied.taken():
+            yield found
+
+    def exchanged(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients of all workers; see `BaseStrategy.exchange`."""
+        if (share := self._core.share) is None:
+            return list(gradients)
+        if share.model is None:
+            raise RuntimeError(
+                "`strategy.exchange` must be called in a step of a model, as its "
+                "`train_step`, which `fit` runs"
+            )
+        if isinstance(self._core.in_steps, DGCConfig):
+            raise ValueError(
+                "`strategy.exchange` must not be called with DGCConfig: workers send a "
+                "part of each gradient. DGCConfig(clip_norm=...) clips them"
+            )
+        return share.early.exchanged(gradients)
 
     def exchange_and_update(
         self,
@@ -123,29 +160,29 @@ class Exchanging:
             own.refuse_nonfinite()
         return [(g, v) for g, v in pairs if not bands.of(v)], own
 
-    def _part_of_model(self, owner: object, variables: Sequence[Any]) -> float:
-        """Return what part variables are, in bytes, of what a model's step trains."""
-        core = self._core
-        model = None if core.share is None else core.share.model
-        if model is None:
-            limit = getattr(core.config, "bytes_per_step", None)
-            others = [e for e in core.ledger.exchanges() if e.owner() is not owner]
-            if limit is not None and others:
-                core.warn(
-                    [
-                        "In a loop of your own each optimizer keeps to "
-                        f"bytes_per_step={limit} by itself, and all send as many"
-                    ]
-                )
-            return 1.0
-        trained = list(model.trainable_variables)
-        for optimizer in _host.keras.optimizers_of(model):
-            built = _host.keras.variables_of(optimizer) if optimizer.built else []
-            trained += [v for v in built if v.trainable]
-        whole = {id(_host.keras.plain(v)): v for v in trained}
-        whole |= {id(v): v for v in variables}
-        own, of_all = (
-            sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in each)
-            for each in (variables, whole.values())
-        )
-        return own / of_all
+
+def _part_of_model(core: Core, owner: object, variables: Sequence[Any]) -> float:
+    """Return what part variables are, in bytes, of what a model's step trains."""
+    model = None if core.share is None else core.share.model
+    if model is None:
+        limit = getattr(core.config, "bytes_per_step", None)
+        others = [e for e in core.ledger.exchanges() if e.owner() is not owner]
+        if limit is not None and others:
+            core.warn(
+                [
+                    "In a loop of your own each optimizer keeps to "
+                    f"bytes_per_step={limit} by itself, and all send as many"
+                ]
+            )
+        return 1.0
+    trained = list(model.trainable_variables)
+    for optimizer in _host.keras.optimizers_of(model):
+        built = _host.keras.variables_of(optimizer) if optimizer.built else []
+        trained += [v for v in built if v.trainable]
+    whole = {id(_host.keras.plain(v)): v for v in trained}
+    whole |= {id(v): v for v in variables}
+    own, of_all = (
+        sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in each)
+        for each in (variables, whole.values())
+    )
+    return own / of_all

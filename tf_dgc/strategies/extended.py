@@ -82,7 +82,7 @@ class OneReplicaExtended(OneDevice):
                 return next_creator(**kwargs)
 
         if (optimizer := _host.keras.calling_optimizer()) is not None:
-            self._container_strategy().inner.take_in(optimizer)
+            self._container_strategy().inner.exchanging.take_in(optimizer)
         own = synchronization == tf.VariableSynchronization.NONE or beside is not None
         if synchronization == tf.VariableSynchronization.ON_READ:
             return _host.distribute.create_on_read_variable(

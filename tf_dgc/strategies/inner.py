@@ -1,15 +1,13 @@
 """Inside of a strategy: what this package needs of it, and users do not."""
 
 import atexit
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from tf_dgc import _host, optimizers
-from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import records
 from tf_dgc.exchanges.records import Record
 from tf_dgc.strategies import adopted
@@ -30,6 +28,8 @@ class Inner:
     Attributes:
         core: of the strategy.
         states: in files.
+        agreement: of workers on what they train.
+        exchanging: of gradients.
         own_batches: batches of this worker's own, where there are several workers.
         early_ends: of `evaluate` and `predict`, where there are several workers.
     """
@@ -38,8 +38,8 @@ class Inner:
         """Begin without what several workers have."""
         self.core = core
         self.states = States(core)
-        self._agreement = Agreement(core)
-        self._exchanging = self._make_exchanging()
+        self.agreement = Agreement(core)
+        self.exchanging = self._make_exchanging()
         self.own_batches: OwnBatches | None = None
         self.early_ends: EarlyEnds | None = None
 
@@ -78,29 +78,6 @@ class Inner:
         """Tell whether weights should be the same on all workers between steps."""
         return True
 
-    def warn(self, warnings: Sequence[str]) -> None:
-        """Give each warning once."""
-        self.core.warn(warnings)
-
-    def take_in(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Prepare an optimizer that is being made in the scope."""
-        config = self.core.config
-        if isinstance(config, DGCConfig) and config.nonfinite == "skip":
-            transport = self.core.transport
-            optimizers.leave_out_whole_steps(optimizer, transport, self._weighed)
-
-    @contextlib.contextmanager
-    def _weighed(
-        self, gradients: list[Any], variables: Sequence[Any], optimizer: Any
-    ) -> Iterator[Sequence[Any]]:
-        """Yield gradients as they count in the step that runs, to be applied."""
-        if (share := self.core.share) is None:
-            yield gradients
-            return
-        found = share.applied.applied(gradients, variables, optimizer)
-        with share.applied.taken():
-            yield found
-
     def own_state(self, model: keras.Model | None) -> list[Record]:
         """Return what `save_state` writes of this worker, eagerly; not collective.
 
@@ -129,7 +106,7 @@ class Inner:
 
     def expect_fit(self, model: keras.Model) -> None:
         """Let the workers' variables be compared before the next step of Keras."""
-        self._agreement.expect_fit(model)
+        self.agreement.expect_fit(model)
 
     def expect_steps(self, steps: int) -> None:
         """Note how many steps the `fit` that begins has, where that is known."""
@@ -137,11 +114,7 @@ class Inner:
 
     def compare_variables(self) -> None:
         """Compare variables where it is time; all workers call this."""
-        self._agreement.compare_variables(self.holds_alike)
-
-    def compare_trained(self, model: keras.Model) -> None:
-        """Compare what was trained of a model, at the end of a `fit`."""
-        self._agreement.compare_trained(model)
+        self.agreement.compare_variables(self.holds_alike)
 
     def settle(self) -> None:
         """Make variables the same on all workers, where these may differ by now.
@@ -150,7 +123,7 @@ class Inner:
         `evaluate` or `predict` are shared out, and where metrics are read, as at the
         end of an epoch.
         """
-        self._agreement.settle()
+        self.agreement.settle()
 
     def barrier(self) -> None:
         """Wait until all workers have come here."""
@@ -186,22 +159,6 @@ class Inner:
             return step(args)
         return self.own_batches.predict(args, step)
 
-    def exchange(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return the gradients of all workers; see `BaseStrategy.exchange`."""
-        if self.share is None:
-            return list(gradients)
-        if self.share.model is None:
-            raise RuntimeError(
-                "`strategy.exchange` must be called in a step of a model, as its "
-                "`train_step`, which `fit` runs"
-            )
-        if isinstance(self.core.in_steps, DGCConfig):
-            raise ValueError(
-                "`strategy.exchange` must not be called with DGCConfig: workers send a "
-                "part of each gradient. DGCConfig(clip_norm=...) clips them"
-            )
-        return self.share.early.exchanged(gradients)
-
     def exchange_and_update(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -210,4 +167,4 @@ class Inner:
         update: Callable[[list[Any], Any], None],
     ) -> None:
         """Exchange (gradient, variable) pairs and update the variables."""
-        self._exchanging.exchange_and_update(optimizer, pairs, learning_rate, update)
+        self.exchanging.exchange_and_update(optimizer, pairs, learning_rate, update)

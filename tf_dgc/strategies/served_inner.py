@@ -37,7 +37,7 @@ class ServedInner(Inner):
         tables: of embeddings that are on the servers only.
     """
 
-    _exchanging: ServedTraining
+    exchanging: ServedTraining
 
     def __init__(self, core: Core) -> None:
         """Begin outside of `fit`."""
@@ -65,7 +65,7 @@ class ServedInner(Inner):
     @property
     def local(self) -> LocalTraining | None:
         """Local steps, where it is an outer optimizer that is on the servers."""
-        return self._exchanging.local
+        return self.exchanging.local
 
     @property
     def steps_locally(self) -> bool:
@@ -96,11 +96,11 @@ class ServedInner(Inner):
         self, optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]
     ) -> None:
         """Move what an optimizer trains to the servers, before its first step."""
-        self._exchanging.prepare(optimizer, pairs)
+        self.exchanging.prepare(optimizer, pairs)
 
     def at_push(self, do: Callable[[], None]) -> None:
         """Do something in the steps that push."""
-        self._exchanging.at_push(do)
+        self.exchanging.at_push(do)
 
     # Backups.
 

@@ -255,7 +255,7 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
     with stopping.training(model):
         history = original(model, *args, **kwargs)
     strategy: Any = _host.keras.strategy_of(model)
-    strategy.inner.compare_trained(model)
+    strategy.inner.agreement.compare_trained(model)
     return history
 
 

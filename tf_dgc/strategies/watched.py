@@ -83,5 +83,5 @@ def refuse_outsider(
         used = any(strategy.extended.used for strategy in of_several)
         on_purpose = used and fits.may_be_outside()
         warning = optimizers.check_outsider(model, on_purpose)
-        next(iter(of_several)).inner.warn([warning])
+        next(iter(of_several)).inner.core.warn([warning])
     return original(model, *args, **kwargs)
