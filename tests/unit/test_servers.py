@@ -18,7 +18,7 @@ import tf_dgc
 from tf_dgc.servers import chief_records, shards
 from tf_dgc.servers.cluster import Cluster, connect, resolve
 from tf_dgc.servers.shards import Shard
-from tf_dgc.strategies.served import own_share
+from tf_dgc.strategies.served_data import own_share
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=8)
 

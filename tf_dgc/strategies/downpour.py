@@ -95,7 +95,7 @@ class DownpourStrategy(BaseStrategy):
         super().__init__(Mesh.of(transport), config, self._make)
         if config.synchronous and cluster.workers > 1:
             self.inner.sum_losses()
-        self.extended.table_bytes = config.table_bytes
+        self.extended.tables.bytes = config.table_bytes
         watched.of_several.add(self)
         if cluster.workers > 1:
             tuners.install(refusal=_NO_TUNER)

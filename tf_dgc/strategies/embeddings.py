@@ -110,19 +110,20 @@ def initialize(original: Callable[..., Any], variable: Any, initializer: Any) ->
     if extended is None:
         return original(variable, initializer)
     made = tuple(variable.shape), variable.dtype, initializer
-    extended.initializing, before = made, extended.initializing
-    layer, later = extended.embedding, extended.tables_to_come.pop(id(variable), None)
-    extended.embedding = layer if later is None else later()
+    making = extended.tables
+    making.form, before = made, making.form
+    layer, later = making.layer, making.later.pop(id(variable), None)
+    making.layer = layer if later is None else later()
     try:
         return original(variable, initializer)
     finally:
-        extended.initializing, extended.embedding = before, layer
+        making.form, making.layer = before, layer
 
 
 def build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a large table of an Embedding on the servers."""
     extended = _extended()
-    if extended is None or layer.built or not _is_large(layer, extended.table_bytes):
+    if extended is None or layer.built or not _is_large(layer, extended.tables.bytes):
         return original(layer, *args, **kwargs)
     told = {
         "embeddings_regularizer": layer.embeddings_regularizer,
@@ -136,14 +137,14 @@ def build(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -
             "`DownpourConfig(table_bytes=...)` or more, and must have nothing that "
             f"needs it as a whole. Received: {', '.join(found)}"
         )
-    extended.embedding = layer
+    extended.tables.layer = layer
     try:
         found = original(layer, *args, **kwargs)
     finally:
-        extended.embedding = None
+        extended.tables.layer = None
     if _table_of(layer) is None:  # Keras gives it its value when all is built
         variable = getattr(layer, "_embeddings", None)
-        extended.tables_to_come[id(variable)] = weakref.ref(layer)
+        extended.tables.later[id(variable)] = weakref.ref(layer)
     return found
 
 

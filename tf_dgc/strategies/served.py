@@ -14,8 +14,37 @@ from tf_dgc import _host, optimizers
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.together import Pieces
-from tf_dgc.strategies import data
 from tf_dgc.strategies.extended import OneReplicaExtended
+from tf_dgc.strategies.served_data import DataShares
+
+
+class TablesInMaking:
+    """Tables that Keras makes now, or later, on the servers.
+
+    Attributes:
+        bytes: from which on tables are on the servers only; None keeps all on workers.
+        layer: whose table is made; None where none is.
+        later: by identity of variables that Keras initializes later, their layers.
+        form: shape, type and initializer of the variable that is made, or None.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.bytes: int | None = None
+        self.layer: Any = None
+        self.later: dict[int, weakref.ref[Any]] = {}
+        self.form: Any = None
+
+    def form_of(self, near: Any) -> Any:
+        """Return the form of a variable that is to be a table, or None.
+
+        Args:
+            near: variable beside which it is made, if beside one.
+        """
+        if self.form is None or not (self.layer is not None or isinstance(near, Table)):
+            return None
+        fits = not isinstance(near, Table) or near.whole == tf.TensorShape(self.form[0])
+        return self.form if fits else None
 
 
 class DownpourExtended(OneReplicaExtended):
@@ -24,6 +53,8 @@ class DownpourExtended(OneReplicaExtended):
     Attributes:
         slots: the trained variable beside which an optimizer's variable was made.
         layer_variables: what layers have, of floating point, in the order of making.
+        shares: of data.
+        tables: that are being made on the servers.
     """
 
     def __init__(self, strategy: Any, transport: Any, replica_context: Any) -> None:
@@ -34,14 +65,7 @@ class DownpourExtended(OneReplicaExtended):
         self.layer_variables: list[weakref.ref[Any]] = []
         self._running = 0  # steps that are run or traced
         self.applying = False  # an optimizer is between its gradients and constraints
-        self.training_next = False
-        # For a share that a script has distributed by itself, all of the dataset.
-        self._whole: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.table_bytes: int | None = None  # from which on tables are on servers only
-        self.embedding: Any = None  # a layer, whose table is made for the servers
-        # By identity of variables that Keras initializes later, their layers.
-        self.tables_to_come: dict[int, weakref.ref[Any]] = {}
-        self.initializing: Any = None  # shape, type and initializer of what is made
+        self.shares, self.tables = DataShares(), TablesInMaking()
 
     # Variables.
 
@@ -69,18 +93,14 @@ class DownpourExtended(OneReplicaExtended):
 
     def _table(self, near: Any) -> Any:
         """Return a table on the servers, where one is to be made; else None."""
-        layer, made = self.embedding, self.initializing
-        if made is None or not (layer is not None or isinstance(near, Table)):
+        form = self.tables.form_of(near)
+        if form is None:
             return None
-        shape, dtype, initializer = made
-        strategy = self._container_strategy()
-        if isinstance(near, Table):
-            if near.whole != tf.TensorShape(shape):
-                return None
-            slot = strategy.inner.tables.make(shape, dtype, initializer, near)
-            self.slots[_host.shared.identity_of(slot)] = near
-            return slot
-        return strategy.inner.tables.make(shape, dtype, initializer)
+        if not isinstance(near, Table):
+            return self._container_strategy().inner.tables.make(*form)
+        slot = self._container_strategy().inner.tables.make(*form, near)
+        self.slots[_host.shared.identity_of(slot)] = near
+        return slot
 
     def count_received(self, size: tf.Tensor) -> None:
         """Count bytes of rows that a step fetches."""
@@ -178,41 +198,11 @@ class DownpourExtended(OneReplicaExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         strategy = self._container_strategy()
         strategy.inner.fetch()
-        if strategy.inner.fits.running:
-            divided, self.training_next = self.training_next, False
-        else:
-            divided = not strategy.inner.fits.evaluating  # a loop of the user's
-        whole = dataset
+        found, divided = self.shares.shared(dataset, strategy)
+        found = _host.distribute.distributed_dataset(strategy, found, self._device)
         if divided:
-            # A step of all is of those without rows, too.
-            fits, share = strategy.inner.fits, strategy.inner.share
-            all_batches = fits.running and share is not None
-            share_of = data.share_of if all_batches else own_share
-            dataset = share_of(dataset, strategy.rank, strategy.workers)
-        found = _host.distribute.distributed_dataset(strategy, dataset, self._device)
-        if divided:
-            self._whole[found] = whole
+            self.shares.note(found, dataset)
         return found
-
-    def of_fit(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments of `fit` with validation data that have all rows.
-
-        What is distributed next is its training data, if the script has not done so.
-        """
-        given = arguments.get("x")
-        self.training_next = not _host.distribute.is_distributed(given)
-        names = arguments.keys() & {"validation_data"}
-        return arguments | {name: self._all_of(arguments[name]) for name in names}
-
-    def of_evaluation(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return arguments of `evaluate` or `predict` with data that have all rows."""
-        if args:
-            return (self._all_of(args[0]), *args[1:]), kwargs
-        return args, {k: self._all_of(v) if k == "x" else v for k, v in kwargs.items()}
-
-    def _all_of(self, data: Any) -> Any:
-        shared_out = _host.distribute.is_distributed(data)
-        return self._whole.get(data, data) if shared_out else data
 
     def _input_context(self) -> tf.distribute.InputContext:
         strategy = self._container_strategy()
@@ -247,17 +237,3 @@ def _rows(part: Any, twin: Any, at: int) -> Any:
     if tf.is_tensor(part) and part.shape == twin.whole:
         return part[start:stop]
     return part
-
-
-def own_share(dataset: tf.data.Dataset, rank: int, workers: int) -> tf.data.Dataset:
-    """Return a worker's rows of global batches, without batches of no rows."""
-    share = data.share_of(dataset, rank, workers)
-    first = tf.nest.flatten(dataset.element_spec)[0]
-    if workers == 1 or (first.shape.rank and first.shape[0] is not None):
-        return share
-
-    def has_rows(*element: Any) -> tf.Tensor:
-        part = tf.nest.flatten(element)[0]
-        return tf.shape(part)[0] > 0
-
-    return share.filter(has_rows)

@@ -48,7 +48,7 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
                 "the servers, and other workers train while it has swapped them. "
                 f"Received: {each!r}. The end of `fit` puts them into the model"
             )
-    arguments = strategy.extended.of_fit(arguments)
+    arguments = strategy.extended.shares.of_fit(arguments)
     with strategy.inner.fitting(model, callbacks), strategy.inner.named_errors():
         return original(model, **arguments)
 
@@ -66,6 +66,6 @@ def evaluate(
     strategy: Any = _host.keras.strategy_of(model)
     if not _is_served(strategy):
         return original(model, *args, **kwargs)
-    args, kwargs = strategy.extended.of_evaluation(args, kwargs)
+    args, kwargs = strategy.extended.shares.of_evaluation(args, kwargs)
     with strategy.inner.evaluating(), strategy.inner.named_errors():
         return original(model, *args, **kwargs)

@@ -185,7 +185,7 @@ class ServedInner(Inner):
             fits.running -= 1
             fits.model, fits.callbacks = None, ()
             self.members.succession.leave()
-            self.core.extended.training_next = False
+            self.core.extended.shares.training_next = False
             with contextlib.suppress(tf.errors.OpError):  # of a server that has failed
                 self._leave_clocks(bool(model.stop_training))
 
