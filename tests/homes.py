@@ -4,7 +4,8 @@
 TESTED_IN: dict[str, str] = {
     "jobs/test_downpour": """exchanges.local_gradients exchanges.rates
         servers.clocks servers.pulse servers.succession
-        strategies.embeddings strategies.following strategies.on_servers
+        strategies.common_steps strategies.embeddings strategies.following
+        strategies.on_servers strategies.pieces
         strategies.served_fits strategies.served_inner strategies.served_share
         strategies.served_training""",
     "jobs/test_elastic": "transports.generation",

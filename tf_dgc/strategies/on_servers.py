@@ -14,6 +14,7 @@ from tf_dgc import _host, optimizers
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.moved import KeptSlot, Trained
 from tf_dgc.servers.shared import Twins
+from tf_dgc.strategies import pieces
 from tf_dgc.strategies.served import DownpourExtended
 
 
@@ -136,9 +137,7 @@ def of_all(
     return list(zip(means, [variable for _, variable in pairs], strict=True))
 
 
-def finish(
-    optimizer: keras.optimizers.Optimizer, extended: DownpourExtended, twins: Twins
-) -> None:
+def finish(optimizer: keras.optimizers.Optimizer, twins: Twins) -> None:
     """Average, overwrite and constrain, after an update, as Keras does."""
     found = [
         (i, variable, twin)
@@ -148,18 +147,16 @@ def finish(
     if optimizer.use_ema:
         for i, _, twin in found:
             update = functools.partial(_host.keras.update_average, optimizer, i)
-            extended.on_servers(twin, update)
-        _overwrite(optimizer, extended, [(i, twin) for i, _, twin in found])
+            pieces.change(twin, update)
+        _overwrite(optimizer, [(i, twin) for i, _, twin in found])
     for _, variable, twin in found:
         if variable.constraint is not None:
             constrain = functools.partial(_constrain, variable.constraint)
-            extended.on_servers(twin, constrain)
+            pieces.change(twin, constrain)
 
 
 def _overwrite(
-    optimizer: keras.optimizers.Optimizer,
-    extended: DownpourExtended,
-    twins: Sequence[tuple[int, Any]],
+    optimizer: keras.optimizers.Optimizer, twins: Sequence[tuple[int, Any]]
 ) -> None:
     """Replace what is trained by its average, where it is time."""
     period = optimizer.ema_overwrite_frequency
@@ -169,7 +166,7 @@ def _overwrite(
 
     def overwrite() -> None:
         for i, twin in twins:
-            extended.on_servers(twin, functools.partial(_assign, averages[i]))
+            pieces.change(twin, functools.partial(_assign, averages[i]))
 
     tf.cond((optimizer.iterations + 1) % period == 0, overwrite, lambda: None)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import _host, optimizers
+from tf_dgc import _host
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.exchanges.together import Pieces
+from tf_dgc.strategies import pieces
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.served_data import DataShares
 
@@ -127,7 +127,9 @@ class DownpourExtended(OneReplicaExtended):
         if self.running and optimizer is not None and twin is not None:
             if not self.applying:
                 return variable  # a constraint, which the servers have applied
-            strategy.inner.at_push(lambda: self._move(variable, twin, name, *args))
+            strategy.inner.exchanging.at_push(
+                lambda: self._move(variable, twin, name, *args)
+            )
         elif self.running and twin is not None:
             getattr(twin, name)(*args, **kwargs)
             strategy.inner.twins.mark(twin)
@@ -151,27 +153,12 @@ class DownpourExtended(OneReplicaExtended):
             return super()._update(var, fn, args, kwargs, group)
         self.refuse_foreign(var)
         if not self.exchanged:  # such as weight decay, before the exchange
-            strategy.inner.at_push(lambda: self.on_servers(twin, fn, args, kwargs))
+            strategy.inner.exchanging.at_push(
+                lambda: pieces.change(twin, fn, args, kwargs)
+            )
         else:
-            self.on_servers(twin, fn, args, kwargs)
+            pieces.change(twin, fn, args, kwargs)
         return None if group else ()
-
-    def on_servers(
-        self, twin: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
-    ) -> None:
-        """Let a function change a twin, and what goes with it, where they are."""
-        args = _host.distribute.local_component(args)
-        optimizer = _host.keras.calling_optimizer()
-        by_rows = isinstance(twin, Table) and optimizers.is_rowwise(optimizer)
-        for at in twin.cursor.over(len(twin.pieces)):
-            piece = twin.pieces[at]
-            own = [_rows(part, twin, at) for part in args]
-            with tf.device(piece.device), _host.distribute.update_context():
-                if by_rows and own and isinstance(own[0], tf.IndexedSlices):
-                    with twin.cursor.only(tf.identity(own[0].indices)):
-                        fn(twin, tf.identity(own[0].values), *own[1:])
-                else:
-                    fn(twin, *own, **(kwargs or {}))
 
     @property
     def running(self) -> bool:
@@ -187,7 +174,7 @@ class DownpourExtended(OneReplicaExtended):
         self, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         self._running += 1
-        self._container_strategy().inner.moves.step()
+        self._container_strategy().inner.members.meetings.moves.step()
         try:
             return super()._call_for_each_replica(fn, args, kwargs)
         finally:
@@ -218,22 +205,3 @@ def _made_now(initial_value: Any, name: str | None = None, **kwargs: Any) -> Any
         value = initial_value() if callable(initial_value) else initial_value
         value = tf.convert_to_tensor(value, kwargs.get("dtype"))
         return own_variable(value, name or "slot")
-
-
-def _rows(part: Any, twin: Any, at: int) -> Any:
-    """Return what belongs to a piece of a twin: rows of a gradient; else all."""
-    if isinstance(part, Pieces):
-        return part.parts[at]
-    if len(twin.pieces) == 1:
-        return part
-    _, start, stop = twin.pieces[at]
-    if isinstance(part, tf.IndexedSlices):
-        mine = (part.indices >= start) & (part.indices < stop)
-        return tf.IndexedSlices(
-            tf.boolean_mask(part.values, mine),
-            tf.boolean_mask(part.indices, mine) - start,
-            tf.constant([stop - start, *twin.whole[1:]], part.indices.dtype),
-        )
-    if tf.is_tensor(part) and part.shape == twin.whole:
-        return part[start:stop]
-    return part

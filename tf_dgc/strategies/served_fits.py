@@ -1,14 +1,21 @@
 """Training and evaluation of models whose parameters are on servers."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.servers.members import Members
 from tf_dgc.strategies import outside
 from tf_dgc.strategies.served import DownpourExtended
+
+# How TensorFlow names a server in its errors.
+_SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
 
 def _is_served(strategy: Any) -> bool:
@@ -23,7 +30,9 @@ def apply(
     if _is_served(strategy):
         if not strategy.extended.running:
             raise outside.error(variables[0].name)
-        strategy.inner.prepare(optimizer, list(zip(grads, variables, strict=True)))
+        strategy.inner.exchanging.prepare(
+            optimizer, list(zip(grads, variables, strict=True))
+        )
         strategy.extended.applying = True
     try:
         return original(optimizer, grads, variables)
@@ -49,7 +58,7 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
                 f"Received: {each!r}. The end of `fit` puts them into the model"
             )
     arguments = strategy.extended.shares.of_fit(arguments)
-    with strategy.inner.fitting(model, callbacks), strategy.inner.named_errors():
+    with strategy.inner.fitting(model, callbacks), named_errors(strategy.inner.members):
         return original(model, **arguments)
 
 
@@ -67,5 +76,27 @@ def evaluate(
     if not _is_served(strategy):
         return original(model, *args, **kwargs)
     args, kwargs = strategy.extended.shares.of_evaluation(args, kwargs)
-    with strategy.inner.evaluating(), strategy.inner.named_errors():
+    with strategy.inner.evaluating(), named_errors(strategy.inner.members):
         return original(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def named_errors(members: Members) -> Iterator[None]:
+    """Say which server has failed, where TensorFlow says it in its own way.
+
+    Raises:
+        tf.errors.OpError: a server has failed, or cannot be reached.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        number = _SERVER.search(error.message)
+        if number is None or "Parameter server" in error.message:
+            raise
+        name = members.pulse.name_of(int(number[1]))
+        text = (
+            f"{name} has failed, or cannot be reached; what it held is lost. Start "
+            "the job again: with tf_dgc.callbacks.BackupState it continues from "
+            f"its last backup. TensorFlow says: {error.message}"
+        )
+        raise type(error)(error.node_def, error.op, text) from error

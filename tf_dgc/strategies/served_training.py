@@ -142,7 +142,7 @@ class ServedTraining(Exchanging):
                 if means is not None:
                     of = on_servers.of_all(optimizer, pairs, means)
                 update(of, chosen * tf.cast(factor, chosen.dtype))
-                on_servers.finish(optimizer, self._core.extended, self._make.twins)
+                on_servers.finish(optimizer, self._make.twins)
 
             exchange.push(do)
 
