@@ -13,7 +13,7 @@ from typing import Any, cast
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host, values
+from tf_dgc import _host
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import EachStep
 from tf_dgc.strategies import slicing
@@ -191,7 +191,7 @@ class SimulatedStrategy(BaseStrategy):
         self._factors: tf.Tensor | None = None
         make = each_simulated_step(config, factors=lambda: self._factors)
         super().__init__(mesh, config, make)
-        self._turns = ShareInTurn(self._seat, clips_sum=config is None)
+        self._turns = ShareInTurn(self._seat, whole=config is None)
 
     def run(
         self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
@@ -212,7 +212,7 @@ class SimulatedStrategy(BaseStrategy):
             """Return logs, factor and gradients of a worker, and its part of a sum."""
             self._seat.take(rank)
             shares = (layout.rows_of(args[0], rank),)
-            with self._captured(model.optimizer) as applied:
+            with self._turns.captured(model.optimizer) as applied:
                 logs = super(SimulatedStrategy, self).run(fn, shares, kwargs, options)
             if len(applied) != 1:
                 raise ValueError(
@@ -258,47 +258,6 @@ class SimulatedStrategy(BaseStrategy):
             yield
         finally:
             self._process.busy, self._core.share = False, None
-
-    @contextlib.contextmanager
-    def _captured(
-        self, optimizer: keras.optimizers.Optimizer
-    ) -> Iterator[list[tuple[tf.Tensor, list[tuple[Any, Any]]]]]:
-        """Keep what gradients count, and pairs with variables; apply nothing."""
-        applied: list[tuple[tf.Tensor, list[tuple[Any, Any]]]] = []
-
-        def apply(grads: Any, trainable_variables: Any = None) -> None:
-            if trainable_variables is None:
-                trainable_variables = _host.keras.variables_of(optimizer)
-            own = self._turns.applied.applied(grads, trainable_variables)
-            pairs = zip(own, trainable_variables, strict=True)
-            applied.append(self._weighed([(g, v) for g, v in pairs if g is not None]))
-
-        kept = vars(optimizer).get("apply")
-        optimizer.apply = apply
-        try:
-            yield applied
-        finally:
-            del optimizer.apply
-            if kept is not None:
-                optimizer.apply = kept
-
-    def _weighed(
-        self, pairs: list[tuple[Any, Any]]
-    ) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
-        """Return what compressed gradients of a worker count, and them.
-
-        Where nothing is compressed they are multiplied by it here.
-        """
-        variables = [v for _, v in pairs]
-        factor, scale = self._turns.weights.factor(variables), tf.ones([])
-        if self.config is None:
-            factor, scale = scale, factor
-        elif self._turns.step.is_by_rows(variables):
-            # The exchange takes a gradient for a part of that of all rows.
-            factor, scale = self._workers * factor, scale / self._workers
-        return factor, [
-            (values.scaled(tf.convert_to_tensor(g), scale), v) for g, v in pairs
-        ]
 
 
 def _check(workers: Any, config: Any) -> None:

@@ -22,6 +22,21 @@ class Ballot(NamedTuple):
     own: tf.Variable  # 1 where this worker ends its training, else 0; [], float32
     last: tf.Variable  # of all workers, in the last step; [N], float32
 
+    @classmethod
+    def of(cls, workers: int) -> "Ballot":
+        """Create the votes of N workers, outside of any graph: nobody ends."""
+
+        def votes(*shape: int) -> tf.Variable:
+            return tf.Variable(
+                tf.zeros(shape),
+                trainable=False,
+                synchronization=tf.VariableSynchronization.NONE,
+                shape=[None] * len(shape),  # of sites, where they vote
+            )
+
+        with tf.init_scope(), tf.device("CPU:0"):
+            return cls(votes(), votes(workers))
+
 
 class OfNode(NamedTuple):
     """Rows of what the workers of a node tell, which have one gradient together."""

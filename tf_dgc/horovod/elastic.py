@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tf_dgc.exchanges import records as saving
 from tf_dgc.horovod import core
-from tf_dgc.transports import handshake
+from tf_dgc.transports import Transport, handshake
 
 try:
     from horovod.common.elastic import ObjectState
@@ -180,37 +180,20 @@ class State(ObjectState):
             [(*r[:2], {k: a.shape for k, a in r.arrays.items()}) for r in records]
             for records in own
         ]
-        told = self._of_first(None if self._kept is None else shapes)
+        told = _of_first(self._transport, None if self._kept is None else shapes)
         saving.check_told(told)
         if told is None:  # the first call on all workers, which keep what they have
             self._keep_sums()
             return
-        summed = self._of_first(self._summed)
-        if type(summed) is not int or summed < 1:
-            raise ValueError(
-                "The number of workers that the first worker tells must be positive, "
-                f"or it is damaged. Received: {ascii(summed)[:200]}"
-            )
-        kept: list[list[saving.Record]] = []
-        for i, records in enumerate(told):
-            kept.append([])
-            for j, (variables, step, arrays) in enumerate(records):
-                held = own[i][j].arrays if self._transport.rank == 0 else {}
-                tensors = [
-                    tf.constant(held.get(name, np.zeros(shape)), tf.float32)
-                    for name, shape in arrays.items()
-                ]
-                tensors = self._transport.broadcast(tensors, "kept")
-                sums = [tensor.numpy() for tensor in tensors]
-                found = dict(zip(arrays, sums, strict=True))
-                kept[-1].append(saving.Record(variables, step, found))
+        summed = _number_of_first(self._transport, self._summed)
+        kept = _kept_of_first(self._transport, told, own)
         self._kept, self._summed = kept, summed
         size = self._transport.size
         core.begin_anew([saving.shares(records, summed, size) for records in kept])
 
     def _values_of_first(self, own: Any) -> Any:
         """Return what the first worker has: attributes, or times of host updates."""
-        values = self._of_first(own)
+        values = _of_first(self._transport, own)
         if isinstance(own, dict):
             sound = isinstance(values, dict) and values.keys() == own.keys()
         else:
@@ -222,15 +205,53 @@ class State(ObjectState):
             )
         return values
 
-    def _of_first(self, value: Any) -> Any:
-        """Return what the first worker holds, as JSON: it is read as data."""
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        what = "The state of the first worker"
-        (length,) = self._transport.broadcast([tf.constant(len(text))], "length")
-        handshake.check_length(int(length), what)
-        own = text if self._transport.rank == 0 else np.zeros(int(length), np.uint8)
-        (shared,) = self._transport.broadcast([tf.constant(own)], "json")
-        return handshake.read_json(shared.numpy().tobytes(), what)
+
+def _of_first(transport: Transport, value: Any) -> Any:
+    """Return what the first worker holds, as JSON: it is read as data."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    what = "The state of the first worker"
+    (length,) = transport.broadcast([tf.constant(len(text))], "length")
+    handshake.check_length(int(length), what)
+    own = text if transport.rank == 0 else np.zeros(int(length), np.uint8)
+    (shared,) = transport.broadcast([tf.constant(own)], "json")
+    return handshake.read_json(shared.numpy().tobytes(), what)
+
+
+def _number_of_first(transport: Transport, own: int) -> int:
+    """Return how many workers the first worker's sums are of."""
+    summed = _of_first(transport, own)
+    if type(summed) is not int or summed < 1:
+        raise ValueError(
+            "The number of workers that the first worker tells must be positive, "
+            f"or it is damaged. Received: {ascii(summed)[:200]}"
+        )
+    return summed
+
+
+def _kept_of_first(
+    transport: Transport, told: Any, own: list[list[saving.Record]]
+) -> list[list[saving.Record]]:
+    """Return what the first worker remembers to be kept back.
+
+    Args:
+        transport: between the workers.
+        told: names, steps and shapes of its records.
+        own: records of this worker, which are those of the first on that.
+    """
+    kept: list[list[saving.Record]] = []
+    for i, records in enumerate(told):
+        kept.append([])
+        for j, (variables, step, arrays) in enumerate(records):
+            held = own[i][j].arrays if transport.rank == 0 else {}
+            tensors = [
+                tf.constant(held.get(name, np.zeros(shape)), tf.float32)
+                for name, shape in arrays.items()
+            ]
+            tensors = transport.broadcast(tensors, "kept")
+            sums = [tensor.numpy() for tensor in tensors]
+            found = dict(zip(arrays, sums, strict=True))
+            kept[-1].append(saving.Record(variables, step, found))
+    return kept
 
 
 KerasState = State  # Horovod's name

@@ -5,13 +5,15 @@ take the step once for their parts of the sum, leave no trace, and take it again
 in which workers meet M times is taken M + 1 times.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf_dgc import _host, values
 from tf_dgc.strategies import slicing
 from tf_dgc.strategies.conditions import OwnNumbers
 from tf_dgc.strategies.share import Share
@@ -84,9 +86,15 @@ class ShareInTurn(Share):
 
     _warnings, _conditions = WarningsInTurn, OwnNumbers
 
-    def __init__(self, seat: Seat, clips_sum: bool) -> None:
-        """Create the variables, outside of any graph."""
-        super().__init__(Mesh.of(seat), clips_sum, local=False)
+    def __init__(self, seat: Seat, whole: bool) -> None:
+        """Create the variables, outside of any graph.
+
+        Args:
+            seat: of the worker.
+            whole: whether gradients are sent whole, and their sum is clipped.
+        """
+        super().__init__(Mesh.of(seat), clips_sum=whole, local=False)
+        self._seat, self._sends_whole = seat, whole
 
     def of_all(self, model: keras.Model, logs: Any) -> Any:
         """Return the logs of a step from those of each worker.
@@ -113,3 +121,44 @@ class ShareInTurn(Share):
             name: tf.nest.map_structure(functools.partial(of_all, name), stacked)
             for name, stacked in logs.items()
         }
+
+    @contextlib.contextmanager
+    def captured(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> Iterator[list[tuple[tf.Tensor, list[tuple[Any, Any]]]]]:
+        """Keep what gradients count, and pairs with variables; apply nothing."""
+        applied: list[tuple[tf.Tensor, list[tuple[Any, Any]]]] = []
+
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            if trainable_variables is None:
+                trainable_variables = _host.keras.variables_of(optimizer)
+            own = self.applied.applied(grads, trainable_variables)
+            pairs = zip(own, trainable_variables, strict=True)
+            applied.append(self._weighed([(g, v) for g, v in pairs if g is not None]))
+
+        kept = vars(optimizer).get("apply")
+        optimizer.apply = apply
+        try:
+            yield applied
+        finally:
+            del optimizer.apply
+            if kept is not None:
+                optimizer.apply = kept
+
+    def _weighed(
+        self, pairs: list[tuple[Any, Any]]
+    ) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
+        """Return what compressed gradients of a worker count, and them.
+
+        Where nothing is compressed they are multiplied by it here.
+        """
+        variables = [v for _, v in pairs]
+        factor, scale = self.weights.factor(variables), tf.ones([])
+        if self._sends_whole:
+            factor, scale = scale, factor
+        elif self.step.is_by_rows(variables):
+            # The exchange takes a gradient for a part of that of all rows.
+            factor, scale = self._seat.size * factor, scale / self._seat.size
+        return factor, [
+            (values.scaled(tf.convert_to_tensor(g), scale), v) for g, v in pairs
+        ]

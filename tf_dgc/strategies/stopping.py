@@ -59,19 +59,7 @@ class Stopping:
             settle: makes workers meet that train by themselves.
         """
         self._transport, self._ledger, self._settle = transport, ledger, settle
-        own = tf.VariableSynchronization.NONE
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.ballot = Ballot(
-                *(
-                    tf.Variable(
-                        tf.zeros(shape),
-                        trainable=False,
-                        synchronization=own,
-                        shape=[None] * len(shape),  # of sites, where they vote
-                    )
-                    for shape in ([], [transport.size])
-                )
-            )
+        self.ballot = Ballot.of(transport.size)
         self._trainings: list[_Training] = []
 
     @contextlib.contextmanager
