@@ -27,7 +27,7 @@ from tf_dgc.exchanges.rounds import Rounds, Training
 from tf_dgc.transports import sums
 
 
-class Flight:
+class RoundInFlight:
     """A round in flight: what the channel's thread does of it."""
 
     def __init__(self, training: Training, state: FlightState) -> None:
@@ -94,7 +94,7 @@ class Flights(Rounds):
         self._training, self._overlap, self._channel = training, overlap, channel
         self._arrival = Arrival()
         self._state = FlightState(training, siblings[0]._state if siblings else None)
-        self._fly = Flight(training, self._state).exchange
+        self._fly = RoundInFlight(training, self._state).exchange
         self._fly_compiled = tf.function(self._fly, autograph=False)
 
     # Steps.

@@ -66,7 +66,7 @@ class PeriodLength:
         self.steps.assign(tf.clip_by_value(self.steps, least, most))
 
 
-class StepNotes:
+class PeriodNotes:
     """Notes of the steps of a period, which workers compare in the next round.
 
     Attributes:

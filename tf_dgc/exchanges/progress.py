@@ -11,7 +11,7 @@ from tf_dgc import averaging
 from tf_dgc.config import AveragingConfig
 from tf_dgc.exchanges.figures import RoundStats
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.exchanges.periods import PeriodLength, StepNotes
+from tf_dgc.exchanges.periods import PeriodLength, PeriodNotes
 
 
 class PeriodProgress:
@@ -42,7 +42,7 @@ class PeriodProgress:
         """
         self._of_site = of_site
         self._first = config.synchronous_steps
-        self.length, self.notes = PeriodLength(config, loss), StepNotes()
+        self.length, self.notes = PeriodLength(config, loss), PeriodNotes()
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.zeros([], tf.int64)
             self.taken = own_variable(zero, "averaging_steps")
