@@ -268,6 +268,18 @@ MOVED: dict[str, Form] = {
     "first half": lambda x, y, w, n: tf.reduce_mean(
         squares(x, y, w)[: tf.shape(x)[0] // 2]
     ),
+    "weighted by place": lambda x, y, w, n: tf.reduce_mean(
+        squares(x, y, w) * tf.cast(tf.range(tf.shape(x)[0]), tf.float32)[:, tf.newaxis]
+    ),
+}
+# Eagerly nobody sees what Python computes outside of TensorFlow.
+IN_GRAPHS: dict[str, Form] = {
+    "weighted by NumPy": lambda x, y, w, n: tf.reduce_mean(
+        squares(x, y, w)
+        * tf.ensure_shape(
+            tf.numpy_function(lambda a: a - a.mean(), [y], tf.float32), [None, 2]
+        )
+    ),
 }
 
 # Eagerly rows are taken apart by Python; a row alone is not what all workers have.
@@ -350,9 +362,9 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_gradients_of_shares_whose_shapes_are_known_add_up(self, name: str) -> None:
         self.check(name, eager=False, known=True)
 
-    @parameterized.parameters(*MOVED)
+    @parameterized.parameters(*MOVED, *IN_GRAPHS)
     def test_what_moves_between_rows_is_told(self, name: str) -> None:
-        self.check_told(MOVED[name], eager=False)
+        self.check_told((MOVED | IN_GRAPHS)[name], eager=False)
 
     @parameterized.parameters(*MOVED)
     def test_what_moves_between_rows_is_told_eagerly(self, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -157,6 +158,18 @@ class HandedOverTest(parameterized.TestCase, tf.test.TestCase):
         for alone, expected, together in in_scopes(2, predicted):
             self.assertAllClose(alone[:, 0], expected)
             self.assertAllClose(together[:, 0], self.x.sum(1))
+
+    @parameterized.parameters(True, False)
+    def test_the_same_rows_of_all_in_train_on_batch_are_told(self, same: bool) -> None:
+        def trained(strategy: Any) -> None:
+            made, rows = model(), self.x if same else self.x[strategy.rank :: 2]
+            for _ in range(2):
+                made.train_on_batch(rows, rows[:, :1])
+
+        with mock.patch("logging.Logger.warning") as warned:
+            in_scopes(2, trained)
+        told = [c for c in warned.call_args_list if "`train_on_batch`" in c.args[0]]
+        self.assertLen(told, int(same))
 
     @parameterized.parameters("evaluate", "fit")
     def test_metrics_are_of_all(self, method: str) -> None:

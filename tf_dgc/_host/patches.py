@@ -90,6 +90,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "evaluate": (keras.Model, "evaluate"),
     "predict": (keras.Model, "predict"),
     "predict on batch": (keras.Model, "predict_on_batch"),
+    "train on batch": (keras.Model, "train_on_batch"),
     # KB/tensorflow/trainer.py: _maybe_symbolic_build(iterator, data_batch), in which
     # `fit`, `evaluate` and their kin read a batch to build the model, whatever scope
     # that is of.

@@ -2,9 +2,12 @@
 
 All are to hand over the same, of which each computes its rows. Where workers hand over
 data of their own, each predicts those alone, as one process does; metrics, which count
-the rows of all, cannot be of both: that is refused.
+the rows of all, cannot be of both: that is refused. To `train_on_batch` each hands rows
+of its own: the same rows on all count once for each worker, of which a warning tells.
 """
 
+import logging
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +24,8 @@ from tf_dgc.transports import handshake
 _MOST_BYTES = 2**20  # of an array that is looked at as a whole
 _ROWS = 256  # that are looked at in larger ones
 _MOST_PARTS = 100
+_logger = logging.getLogger("tf_dgc")
+_trained_on_batches: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def predict(
@@ -56,6 +61,29 @@ def fit(
     """Compare before the first step what would be found at the end of an epoch."""
     if (given := kwargs.get("validation_data")) is not None:
         _refuse_differing(_host.keras.strategy_of(model), "validation", [given])
+    return original(model, *args, **kwargs)
+
+
+def train_on_batch(
+    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> Any:
+    """Warn, before a model's first step, of the same rows on all workers."""
+    strategy: Any = _host.keras.strategy_of(model)
+    if (
+        inner_of(strategy, "own_batches") is not None
+        and model not in _trained_on_batches
+    ):
+        _trained_on_batches.add(model)
+        given = _given(args, kwargs)
+        differing = _differing(strategy, "train on batch", given)
+        workers, known = strategy.num_replicas_in_sync, any(map(fingerprint, given))
+        if strategy.is_chief and workers > 1 and known and differing is None:
+            _logger.warning(
+                "All workers hand the same rows to `train_on_batch`, which takes a "
+                "batch of each worker's own: a loss that is a sum counts each row "
+                f"{workers} times, and no step is faster. Hand over rows of this "
+                "worker, or train with `fit`, which shares a batch"
+            )
     return original(model, *args, **kwargs)
 
 

@@ -161,6 +161,7 @@ def _data() -> list[Patch]:
         Patch("predict", handed_over.predict, alike),
         Patch("evaluate", handed_over.evaluate, alike),
         Patch("predict on batch", own_batches.predict_on_batch, alike),
+        Patch("train on batch", handed_over.train_on_batch, alike),
         Patch("fit", stopping.fit, ended),
         Patch("steps", stopping.steps, ended),
         Patch("logs", stopping.end_of_data, ended),

@@ -73,7 +73,7 @@ _BEST = {"ArgMax", "ArgMin"}
 # tensors, and of gradients of operations that are known themselves.
 CALLS = frozenset(
     "PartitionedCall StatefulPartitionedCall If StatelessIf While StatelessWhile Case "
-    "StatelessCase PyFunc EagerPyFunc PyFuncStateless XlaLaunch".split()
+    "StatelessCase XlaLaunch".split()
 )
 _BY_SHAPE = frozenset(
     "Assign CTCGreedyDecoder CTCLoss CTCLossV2 CropAndResize CudnnRNN CudnnRNNV2 "

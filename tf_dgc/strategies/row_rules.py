@@ -57,6 +57,8 @@ def of_rows(
     scales, nested = _scales(operation, inputs)
     if nested and (row_axes.is_opaque(kind) or _is_drawn(kind) or kind == "Where"):
         return UNREAD
+    if kind == "Cast" and tensor.dtype.is_floating and _are_places(operation, first):
+        return UNREAD
     by_row = kind == "DenseBincount" and tensor.shape.rank == 2
     known = tensor.shape.rank and tensor.shape[0] is not None
     if kind in _SUMS and known and not by_row:
@@ -195,6 +197,17 @@ def _is_over(operation: Operation, axis: int | None) -> bool:
 
 def _is_cast(operation: Operation) -> bool:
     return bool(tf.as_dtype(operation.attributes("DstT")).is_floating)
+
+
+def _are_places(operation: Operation, rows: Known) -> bool:
+    """Tell whether an operation is given 0, 1, ..., by which workers count their rows.
+
+    Not where something was added to that: the rows of other workers, maybe.
+    """
+    made: Operation | None = operation
+    while made is not None and made.kind in SAME:
+        made = _host.operations.of(made.inputs[0])
+    return made is not None and made.kind == "Range" and rows.extent == THE_ROWS
 
 
 def _is_drawn(kind: str) -> bool:
