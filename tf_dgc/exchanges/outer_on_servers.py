@@ -18,6 +18,7 @@ from tf_dgc.exchanges.modes import Combining
 from tf_dgc.exchanges.moved import JobServers, Trained
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.served_messages import ServedMessages, form_of
+from tf_dgc.exchanges.server_copies import CopyVersion, ServerExtras
 from tf_dgc.exchanges.synchronous import ServedTogether
 from tf_dgc.exchanges.together import Pieces, Together, completed
 from tf_dgc.servers.quorum import Rule
@@ -39,8 +40,7 @@ class OuterOnServers(ServedTogether):
         compressing: of the changes; None sends all of them.
         large: the indices of variables whose changes go in messages.
         layout: of their arena.
-        extras: pairs of a variable that nobody trains, such as a moving mean, and what
-            the servers have of it: the mean of what workers have.
+        extras: variables that nobody trains.
         landed: shape [], bool; whether this worker's last change was in a round.
         anchors: of each variable, what this worker has fetched last.
     """
@@ -58,18 +58,16 @@ class OuterOnServers(ServedTogether):
         super().__init__(place, job, trained)
 
     def _meet(self) -> Together:
-        job, others = self._job, self._moved.others
+        job = self._job
         self._small = [i for i in range(len(self.variables)) if i not in self.large]
         self.layout = arena.build(
             [(self.variables[i].name, self.variables[i].shape) for i in self.large]
         )
-        self.extras = [(own, shared) for own, shared in others if not own.trainable]
+        self.extras: ServerExtras = ServerExtras(self._moved.others)
         self._slots = slots = self._moved.slots
         self.anchors: Sequence[Any] = ()
         with tf.init_scope(), tf.device("CPU:0"):
             self.landed = own_variable(tf.constant(False), "round_landed")
-            # Version of which the copy is, bit for bit; -1 where it may be of two.
-            self._base = own_variable(tf.constant(-1, tf.int64), "round_base")
         self._offered: Any = None
         args = self.name, job.servers, job.members
         self._messages: ServedMessages | None = None
@@ -77,12 +75,13 @@ class OuterOnServers(ServedTogether):
             form = form_of(self.layout, self.compressing.config)
             self._messages = ServedMessages(*args, form, self.compressing.combining)
         twins: list[Any] = [job.twins.of(variable) for variable in self.variables]
-        extras: list[Any] = [shared for _, shared in self.extras]
+        extras = self.extras.shared
         given = [*[twins[i] for i in self._small], *extras]
         rule = Rule(job.settings.quorum, job.settings.grace)
         together = Together(*args, given, 0, rule, self._messages)
         changed = [*twins, *extras, *slots, self.version]
         together.keep(self.name, job.servers, changed)
+        self._copy = CopyVersion(together.turns, self.version)
         return together
 
     def gradients(
@@ -130,9 +129,7 @@ class OuterOnServers(ServedTogether):
                 parts = _cut(total.parts[0], self.layout, twins)
                 by_variable |= dict(zip(self.large, parts, strict=True))
             update(tf.ones([]), [by_variable[i] for i in range(len(by_variable))])
-            for (_, shared), mean in zip(self.extras, means[count:], strict=True):
-                with tf.device(shared.device):
-                    shared.assign_sub(tf.identity(mean.joined()))
+            self.extras.subtract(means[count:])
             self.version.assign_add(1)
 
         sent = self._sent()
@@ -156,9 +153,9 @@ class OuterOnServers(ServedTogether):
         step, rate = self._together.turns.own.read_value(), compressing.rate
         mean, size = messages.fetch(step)
         with tf.control_dependencies([mean]):
-            state = self._state_of_servers()
+            state = self._copy.of_servers()
         # Nobody has begun the round after the next one, which has the same places.
-        fits = (state[0] == step + 1) & (state[1] == self._base.read_value() + 1)
+        fits = self._copy.is_one_behind(state, step)
 
         def replay() -> None:
             for i, part in zip(
@@ -168,53 +165,37 @@ class OuterOnServers(ServedTogether):
                 assign(self.anchors[i] - rate * part)
             whole = [self.variables[i] for i in self._small]
             self._job.twins.pull(whole)
-            self._pull_extras()
-            self._base.assign(state[1])
-            for known in (self.known, self._fetched):
+            self.extras.pull()
+            for known in (self._copy.base, self.known, self._fetched):
                 known.assign(state[1])
-            received = size + _bytes([*whole, *[own for own, _ in self.extras]])
+            received = size + _bytes([*whole, *self.extras.own])
             self._job.totals.add(pulls=1, received=received)
 
         tf.cond(fits, replay, self.fetch)
-
-    def _state_of_servers(self) -> tf.Tensor:
-        """Return the round to come, the version, whether one is being applied."""
-        number, applied = self._together.turns.state()
-        with tf.device(self.version.device):
-            found = [number, self.version.read_value(), tf.cast(applied, tf.int64)]
-            state = tf.stack(found)
-        with tf.device("CPU:0"):
-            return tf.identity(state)
 
     def fetch(self) -> None:
         """Let this worker's copy be what is on the servers."""
         if self._messages is None:
             super().fetch()
             return
-        before = self._state_of_servers()
+        before = self._copy.of_servers()
         with tf.control_dependencies([before]):
             after = completed(super().fetch)
         with tf.control_dependencies(after):
-            now = self._state_of_servers()
-        quiet = tf.reduce_all(now[:2] == before[:2]) & (now[2] == 0)
-        self._base.assign(tf.where(quiet, now[1], -1))
+            now = self._copy.of_servers()
+        self._copy.note(before, now)
 
     def _pull(self) -> tf.Tensor:
         size = super()._pull()
-        self._pull_extras()
-        return size + _bytes([own for own, _ in self.extras])
-
-    def _pull_extras(self) -> None:
-        for own, shared in self.extras:
-            _host.shared.bypassed(own, "assign")(shared.read_value())
+        self.extras.pull()
+        return size + _bytes(self.extras.own)
 
     def give(self) -> None:
         """Let the servers have this worker's parameters, as those that it loaded."""
         self._job.twins.give()
         if self._messages is not None:
             self.version.assign_add(1)  # so that nobody takes a round for all there is
-        for own, shared in self.extras:
-            shared.assign(own.read_value())
+        self.extras.give()
 
     def settle(self, always: bool = False) -> None:
         """Leave it to the local steps."""

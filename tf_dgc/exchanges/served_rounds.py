@@ -152,7 +152,7 @@ class LocalRounds(Exchange):
         self.outer, self._local = local.outer, local
         self._members, self._twins = make.members, make.twins
         self._period = int(make.settings.local_steps or 1)
-        self._own = [*self.variables, *[own for own, _ in self.outer.extras]]
+        self._own = [*self.variables, *self.outer.extras.own]
         self._anchor = Anchor(self._own, None, self.transport.device, [])
         self.outer.anchors = self._anchor.values
         self._kept: UnsentChanges | None = None
