@@ -65,6 +65,7 @@ TESTED_IN: dict[str, str] = {
     "unit/test_parameter_averaging": """exchanges.anchors exchanges.averaged
         exchanges.modes exchanges.period_steps exchanges.periods exchanges.progress
         exchanges.rounds exchanges.settled""",
+    "unit/test_outside": "strategies.unused",
     "unit/test_patches": "_host.applying",
     "unit/test_pushed": """exchanges.selecting exchanges.server_arena
         exchanges.stage_selection""",

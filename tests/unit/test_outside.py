@@ -12,6 +12,7 @@ from loopback import Loopback, in_scopes, outcomes
 
 import tf_dgc
 from tf_dgc._host import tracebacks
+from tf_dgc.strategies import unused
 
 TOLD = "An optimizer applies this worker's own gradient to "
 
@@ -87,7 +88,7 @@ class OutsideTest(parameterized.TestCase, tf.test.TestCase):
             weights = tf.Variable([1.0])
             weights.assign_sub([0.5])
             step(strategy)
-            strategy.extended.warn_if_unused()
+            unused.warn(strategy._core)
 
         with self.assertLogs("tf_dgc", "WARNING") as logs:
             in_scopes(2, lambda strategy: work(strategy, lambda _: None))

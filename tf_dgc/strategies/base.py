@@ -56,7 +56,7 @@ class BaseStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._core = Core(self, mesh, config, self._ledger, make)
         self.inner = self._inner_class(self._core)
         agree(type(self).__name__, self.transport, config)
-        extended = self._extended_class(self, self.transport, ReplicaContext)
+        extended = self._extended_class(self, mesh, ReplicaContext)
         tf.distribute.Strategy.__init__(self, extended)
         fits.note(self)
         patches.install()

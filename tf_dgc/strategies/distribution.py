@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import data, level, provenance, split, witness
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports import handshake
+from tf_dgc.transports.mesh import Mesh
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -35,16 +36,18 @@ class Distribution:
         witness: of the batch of all workers that was read last.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         """Begin with no data.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
         """
-        self._transport = transport
+        self._mesh = mesh
         self.witness = witness.Witness()
         self._told_chance = self._told_work = False
-        self._end = _host.iterators.Meeting(functools.partial(level.agreed, transport))
+        self._end = _host.iterators.Meeting(
+            functools.partial(level.agreed, mesh.everybody)
+        )
 
     def shared(self, dataset: tf.data.Dataset, lockstep: bool) -> SharedData:
         """Return this worker's rows of a dataset.
@@ -53,7 +56,7 @@ class Distribution:
             dataset: of global batches, or of this worker's own data.
             lockstep: whether all workers meet in each step.
         """
-        rank, size = self._transport.rank, self._transport.size
+        rank, size = self._mesh.everybody.rank, self._mesh.everybody.size
         if size > 1:
             if provenance.decided_by_chance(dataset):
                 self._tell_chance()
@@ -91,9 +94,10 @@ class Distribution:
         if not (work := split.work_for_others(dataset)):
             return
         self._told_work = True
+        workers = self._mesh.everybody.size
         _logger.warning(
-            f"Each of the {self._transport.size} workers does this for all rows of the "
-            f"global batches, and keeps its own: {'; '.join(work)}. So input takes as "
+            f"Each of the {workers} workers does this for all rows of the global "
+            f"batches, and keeps its own: {'; '.join(work)}. So input takes as "
             "long as on one worker. Rows are chosen earlier where only such `map`s as "
             "depend on nothing but their element, without a seed or Python code, stand "
             "between the source and `batch`, and after it such as map rows alone. "
@@ -117,16 +121,16 @@ class Distribution:
         Raises:
             ValueError: these numbers must not differ, and do.
         """
-        if self._transport.alone or not lockstep or not tf.executing_eagerly():
+        if self._mesh.everybody.alone or not lockstep or not tf.executing_eagerly():
             return None
         batches = int(dataset.cardinality())
         names = {-1: "endless", -2: "unknown"}
         record = {"number of batches": names.get(batches, batches)}
         if unequal:
-            found = handshake.tell(self._transport, "data", record)
+            found = handshake.tell(self._mesh.everybody, "data", record)
             alike = all(each == found[0] for each in found)
         else:
-            handshake.agree(self._transport, "data", record)
+            handshake.agree(self._mesh.everybody, "data", record)
             alike = True
         known = alike and batches != -2
         return None if known or not level.can_end(dataset.element_spec) else self._end

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import fits, stopping
 from tf_dgc.strategies.own_batches import OwnBatches
-from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import Mesh
 
 _FLAGS = {"evaluate": "stop_evaluating", "predict": "stop_predicting"}
 
@@ -20,14 +20,14 @@ _FLAGS = {"evaluate": "stop_evaluating", "predict": "stop_predicting"}
 class EarlyEnds:
     """Lets the workers of a strategy end a run after the same batch."""
 
-    def __init__(self, transport: Transport, own_batches: OwnBatches) -> None:
+    def __init__(self, mesh: Mesh, own_batches: OwnBatches) -> None:
         """Watch all runs.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
             own_batches: tells which data are a worker's own.
         """
-        self._transport, self._own_batches = transport, own_batches
+        self._mesh, self._own_batches = mesh, own_batches
         self._voted: fits.Run | None = None  # in which there are votes
 
     def begin(self, run: fits.Run, callbacks: Sequence[Any]) -> None:
@@ -48,7 +48,7 @@ class EarlyEnds:
             setattr(run.model, flag, self._any(getattr(run.model, flag)))
 
     def _any(self, own: bool) -> bool:
-        votes = self._transport.all_gather(tf.constant(float(own)), "ends")
+        votes = self._mesh.everybody.all_gather(tf.constant(float(own)), "ends")
         return bool(tf.reduce_any(votes > 0))
 
 

@@ -24,7 +24,7 @@ from tf_dgc.strategies.distribution import Distribution, SharedData
 from tf_dgc.strategies.made_variables import MadeVariables
 from tf_dgc.strategies.one_device import OneDevice
 from tf_dgc.strategies.reductions import Reductions
-from tf_dgc.transports import Transport, ending
+from tf_dgc.transports.mesh import Mesh
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -54,16 +54,16 @@ class OneReplicaExtended(OneDevice):
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        transport: Transport,
+        mesh: Mesh,
         replica_context: Callable[[Any], Any],
     ) -> None:
-        super().__init__(strategy, transport)
+        super().__init__(strategy, mesh)
         self._replica_context = replica_context
         self.used = self.ran = False
         self.exchanged = False
-        self.made = MadeVariables(transport)
-        self._distribution = Distribution(transport)
-        self._reductions = Reductions(transport)
+        self.made = MadeVariables(mesh)
+        self._distribution = Distribution(mesh)
+        self._reductions = Reductions(mesh)
 
     @property
     def witness(self) -> witness.Witness:
@@ -88,7 +88,7 @@ class OneReplicaExtended(OneDevice):
             return _host.distribute.create_on_read_variable(
                 self._container_strategy(), lambda **kw: [create(**kw)], **kwargs
             )
-        if not own and self._transport.size > 1 and not _alone.get():
+        if not own and self._mesh.everybody.size > 1 and not _alone.get():
             kwargs["initial_value"] = self.made.initial_value(kwargs)
         with bands.noticing() as drawn:
             variable = create(**kwargs)
@@ -110,7 +110,7 @@ class OneReplicaExtended(OneDevice):
     @property
     def several(self) -> bool:
         """Tell whether an optimizer's step must be that of several workers."""
-        return self._transport.size > 1
+        return self._mesh.everybody.size > 1
 
     def refuse_foreign(self, variable: Any) -> None:
         """Raise ValueError where a variable is not of this strategy."""
@@ -141,35 +141,21 @@ class OneReplicaExtended(OneDevice):
             )
         return result if group else tf.nest.map_structure(self._local_results, result)
 
-    def warn_if_unused(self) -> None:
-        """Warn, at the end of the process, where the strategy had no part in it."""
-        if not self.used:
-            _logger.warning(
-                "No variable was made in the scope of this strategy, so nothing was "
-                "synchronised: build and compile the model inside `with "
-                "strategy.scope():`"
-            )
-        elif not self.ran and self._transport.rank == 0 and ending.failure() is None:
-            _logger.warning(
-                "The strategy has run no step, so nothing was exchanged: each worker "
-                "has computed everything by itself. Train by `fit`, or call the step "
-                "by `strategy.run` on data that `experimental_distribute_dataset` has "
-                "shared out; or leave out `--strategy` of tf-dgc-run"
-            )
-
     # Data.
 
     def share_seed(self) -> None:
         """Let all workers draw the order of their data alike."""
         seed = tf.constant(secrets.randbits(31), tf.int64)
-        (seed,) = self._transport.broadcast([seed], "seed")
+        everybody = self._mesh.everybody
+        (seed,) = everybody.broadcast([seed], "seed")
         randomness.share(int(seed))
-        if not randomness.take_over(self._transport) and self._transport.rank == 0:
+        if not randomness.take_over(everybody) and everybody.rank == 0:
             _logger.warning(randomness.OTHER_HASHES)
 
     def own_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Return this worker's rows of batches; see `data.share_of`."""
-        return data.share_of(dataset, self._transport.rank, self._transport.size)
+        everybody = self._mesh.everybody
+        return data.share_of(dataset, everybody.rank, everybody.size)
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         strategy = self._container_strategy()

@@ -10,7 +10,7 @@ import keras
 from tf_dgc import _host, optimizers
 from tf_dgc.exchanges import records
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import adopted
+from tf_dgc.strategies import adopted, unused
 from tf_dgc.strategies.agreement import Agreement
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.early_ends import EarlyEnds
@@ -53,10 +53,10 @@ class Inner:
         core.share = Share(core.mesh, *kinds)
         met = core.share.warnings.met_in_outputs
         self.own_batches = OwnBatches(transport, met)
-        core.stopping = Stopping(transport, core.ledger, lambda: self.settle())
-        self.early_ends = EarlyEnds(transport, self.own_batches)
+        core.stopping = Stopping(core.mesh, core.ledger, lambda: self.settle())
+        self.early_ends = EarlyEnds(core.mesh, self.own_batches)
         core.extended.share_seed()
-        atexit.register(core.extended.warn_if_unused)
+        atexit.register(unused.warn, core)
 
     @property
     def share(self) -> Share | None:

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands
 from tf_dgc.strategies import randomness
-from tf_dgc.transports import Transport, handshake
+from tf_dgc.transports import handshake
+from tf_dgc.transports.mesh import Mesh
 
 # What tf.random.Generator calls its state.
 _GENERATOR = "StateVar"
@@ -19,13 +20,13 @@ _GENERATOR = "StateVar"
 class MadeVariables:
     """Variables that a strategy has made, with the initial values of all workers."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         """Begin with none.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
         """
-        self._transport = transport
+        self._mesh = mesh
         self._statistics: list[weakref.ref[Any]] = []
         self._parts: list[weakref.ref[Any]] = []
 
@@ -64,7 +65,7 @@ class MadeVariables:
             kwargs: by which the variable is made.
         """
         value, name = kwargs["initial_value"], kwargs.get("name")
-        transport = self._transport
+        transport = self._mesh.everybody
 
         def initial_value() -> tf.Tensor:
             local = value() if callable(value) else value

@@ -6,16 +6,16 @@ from typing import Any
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import Mesh
 
 
 class OneDevice(tf.compat.v1.distribute.StrategyExtended):
     """One replica on one device of this worker: answers who and where it is."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, transport: Transport) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, mesh: Mesh) -> None:
         super().__init__(strategy)
-        self._transport = transport
-        self._device = _host.distribute.resolve_device(transport.device)
+        self._mesh = mesh
+        self._device = _host.distribute.resolve_device(mesh.everybody.device)
         self._default_device = None
         self.experimental_enable_get_next_as_optional = False
 
@@ -27,11 +27,11 @@ class OneDevice(tf.compat.v1.distribute.StrategyExtended):
         return 0
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        return self._transport.rank
+        return self._mesh.everybody.rank
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._transport.size
+        return self._mesh.everybody.size
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -60,12 +60,12 @@ class OneDevice(tf.compat.v1.distribute.StrategyExtended):
     @property
     def should_checkpoint(self) -> bool:
         """Tell whether this worker is the one that saves."""
-        return self._transport.rank == 0
+        return self._mesh.everybody.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Tell whether this worker is the one that writes summaries."""
-        return self._transport.rank == 0
+        return self._mesh.everybody.rank == 0
 
     @property
     def _global_batch_size(self) -> bool:
@@ -100,12 +100,12 @@ class OneDevice(tf.compat.v1.distribute.StrategyExtended):
         return _host.distribute.components_of(value) or (value,)
 
     def _input_context(self) -> tf.distribute.InputContext:
-        size = self._transport.size
-        return tf.distribute.InputContext(size, self._transport.rank, size)
+        size = self._mesh.everybody.size
+        return tf.distribute.InputContext(size, self._mesh.everybody.rank, size)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         context = tf.distribute.experimental.ValueContext(
-            self._transport.rank, self._transport.size
+            self._mesh.everybody.rank, self._mesh.everybody.size
         )
         return value_fn(context)
 

@@ -6,14 +6,15 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import Mesh
 
 
 class Reductions:
     """Sums, means and rows of values that each worker has one of."""
 
-    def __init__(self, transport: Transport) -> None:
-        """Take the transport of the strategy."""
-        self._transport = transport
+    def __init__(self, mesh: Mesh) -> None:
+        """Take the workers."""
+        self._mesh = mesh
 
     def reduced(self, reduce_op: Any, values: list[Any], over: Transport) -> Any:
         """Return the sums, or means, of values, over workers that all call this."""
@@ -34,7 +35,7 @@ class Reductions:
 
     def of_first(self, value: Any) -> tf.Tensor:
         """Return what rank 0 has of a variable of a metric; all workers call this."""
-        return self._transport.broadcast([_own_value(value)], "metric.first")[0]
+        return self._mesh.everybody.broadcast([_own_value(value)], "metric.first")[0]
 
     def gathered(self, value: Any, axis: int) -> tf.Tensor:
         """Return the rows of all workers along an axis; all workers call this."""
@@ -42,7 +43,9 @@ class Reductions:
         order = list(range(value.shape.rank))
         order[0], order[axis] = order[axis], order[0]
         rows = tf.transpose(value, order)
-        return tf.transpose(self._transport.all_gather_ragged(rows, "gather"), order)
+        return tf.transpose(
+            self._mesh.everybody.all_gather_ragged(rows, "gather"), order
+        )
 
 
 def _own_value(value: Any) -> tf.Tensor | tf.IndexedSlices:

@@ -57,8 +57,8 @@ class DownpourExtended(OneReplicaExtended):
         tables: that are being made on the servers.
     """
 
-    def __init__(self, strategy: Any, transport: Any, replica_context: Any) -> None:
-        super().__init__(strategy, transport, replica_context)
+    def __init__(self, strategy: Any, mesh: Any, replica_context: Any) -> None:
+        super().__init__(strategy, mesh, replica_context)
         self.slots: weakref.WeakValueDictionary[str, Any] = (
             weakref.WeakValueDictionary()
         )

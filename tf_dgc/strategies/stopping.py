@@ -21,8 +21,8 @@ from tf_dgc.exchanges.ledger import Ledger
 from tf_dgc.exchanges.parts import Ballot
 from tf_dgc.strategies import fits
 from tf_dgc.strategies.snapshot import Snapshot
-from tf_dgc.transports import Transport, handshake
-from tf_dgc.transports.mesh import Sites
+from tf_dgc.transports import handshake
+from tf_dgc.transports.mesh import Mesh, Sites
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -48,18 +48,16 @@ class Stopping:
         ballot: votes of the workers, which steps exchange.
     """
 
-    def __init__(
-        self, transport: Transport, ledger: Ledger, settle: Callable[[], None]
-    ) -> None:
+    def __init__(self, mesh: Mesh, ledger: Ledger, settle: Callable[[], None]) -> None:
         """Create the votes, outside of any graph.
 
         Args:
-            transport: of the strategy.
+            mesh: of the workers.
             ledger: its exchanges.
             settle: makes workers meet that train by themselves.
         """
-        self._transport, self._ledger, self._settle = transport, ledger, settle
-        self.ballot = Ballot.of(transport.size)
+        self._mesh, self._ledger, self._settle = mesh, ledger, settle
+        self.ballot = Ballot.of(mesh.everybody.size)
         self._trainings: list[_Training] = []
 
     @contextlib.contextmanager
@@ -68,7 +66,7 @@ class Stopping:
         self._trainings.append(_Training(model))
         self._vote()
         try:
-            with self._transport.training():
+            with self._mesh.everybody.training():
                 yield
         finally:
             self._trainings.pop()
@@ -77,7 +75,7 @@ class Stopping:
     def _vote(self) -> None:
         asked = bool(self._trainings) and self._trainings[-1].asked
         self.ballot.own.assign(float(asked))
-        self.ballot.last.assign(tf.zeros([self._transport.size]))
+        self.ballot.last.assign(tf.zeros([self._mesh.everybody.size]))
 
     def training_of(self, model: keras.Model) -> _Training | None:
         """Return the `fit` that runs, where it is of a model."""
@@ -135,14 +133,14 @@ class Stopping:
             "done": training.done,
             "names": training.names,
         }
-        records = handshake.tell(self._transport, "end of training", record)
+        records = handshake.tell(self._mesh.everybody, "end of training", record)
         training.settled = True
         asked = [rank for rank, each in enumerate(records) if each["asked"]]
         alike = {each["batches"] for each in records}
         if len(asked) == len(records) and len(alike) == 1:
             if training.before is not None:
                 training.before.put_back()
-        elif self._transport.rank == 0:
+        elif self._mesh.everybody.rank == 0:
             who = "; ".join(_told(rank, records[rank]) for rank in asked)
             _logger.warning(
                 "Training ends on all %d workers, after %d batches of the epoch: %s",
@@ -162,7 +160,7 @@ class Stopping:
 
     def _meet(self, training: _Training) -> None:
         """End training on all workers where one has asked for it; all call this."""
-        votes = self._transport.all_gather(self.ballot.own.read_value(), "stops")
+        votes = self._mesh.everybody.all_gather(self.ballot.own.read_value(), "stops")
         if tf.reduce_any(votes > 0):
             self._tell(training)
             training.model.stop_training = True
@@ -177,7 +175,7 @@ class Stopping:
         if not self._ledger.lockstep:
             yield
             return
-        with self._transport.at_end(training.batches):
+        with self._mesh.everybody.at_end(training.batches):
             if not training.settled:
                 self._meet(training)
             yield
