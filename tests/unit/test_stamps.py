@@ -101,13 +101,13 @@ def parts_of(job: Job, k: int, positions: Any, values: Any) -> list[Any]:
 
 def stages(stamped: Stamped, part: Any, where: Any, steps: Any) -> Any:
     """Do a push to a server stage by stage, so that others may come between."""
-    number = part.enter()
+    number = part.clock.enter()
     yield
     part.stamp(where, number)
     yield
     part.subtract(where, steps)
     yield
-    part.leave()
+    part.clock.leave()
 
 
 class HalvesTest(tf.test.TestCase):
@@ -256,7 +256,7 @@ class StampsTest(tf.test.TestCase):
             job = Job(2, 1, liveness)
             job.pull(0)
             (part,) = job.stamped[1].parts
-            part.enter()
+            part.clock.enter()
             job.stamped[0].push(
                 tf.constant([5], tf.int64), tf.constant([1.0]), tf.ones([])
             )

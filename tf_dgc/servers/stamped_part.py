@@ -5,7 +5,7 @@ K positions. See `stamps.py`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -49,6 +49,75 @@ class StampPlace(NamedTuple):
         return math.prod(self.shape)
 
 
+class PushClock:
+    """Numbers of the pushes that begin at a server, and who is in the midst of one.
+
+    Attributes:
+        head: shape [], int64.
+        busy: shape [W], int64.
+        began: shape [W], float64: when the last push of each worker began.
+    """
+
+    def __init__(
+        self, make: Callable[..., SharedVariable], workers: Pushers, device: str
+    ) -> None:
+        """Make handles of the variables.
+
+        Args:
+            make: takes kind, type and shape of a variable there.
+            workers: of the job.
+            device: of the server.
+        """
+        self._workers, self._device = workers, device
+        self.head = make("head", tf.int64)
+        self.busy = make("busy", tf.int64, workers.workers)
+        self.began = make("began", tf.float64, workers.workers)
+
+    def begin(self) -> None:
+        """Give first values: no push has begun."""
+        for variable in (self.head, self.began):
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        self.busy.assign(tf.fill(self.busy.shape, _NOWHERE))
+
+    def enter(self) -> tf.Tensor:
+        """Begin a push; return its number, shape [], int64."""
+        own = tf.constant([[self._workers.index]])
+        with tf.device(self._device):
+            now = tf.raw_ops.ResourceScatterNdUpdate(
+                ref=self.began.handle, indices=own, updates=[tf.timestamp()]
+            )
+            with _after([now]):
+                marked = tf.raw_ops.ResourceScatterNdUpdate(
+                    ref=self.busy.handle,
+                    indices=own,
+                    updates=[self.head.read_value()],
+                )
+            with _after([marked]):
+                return tf.identity(self.head.assign_add(1, read_value=True))
+
+    def leave(self) -> None:
+        """End a push."""
+        tf.raw_ops.ResourceScatterNdUpdate(
+            ref=self.busy.handle,
+            indices=[[self._workers.index]],
+            updates=tf.constant([_NOWHERE], tf.int64),
+        )
+
+    def time(self, after: tf.Tensor) -> tf.Tensor:
+        """Return up to which push all is done: shape [], int64, on the server.
+
+        Args:
+            after: a tensor that must be there before.
+        """
+        with tf.control_dependencies([after]):
+            head = tf.identity(self.head.read_value())
+        with tf.control_dependencies([head]):
+            late = tf.timestamp() - self._workers.liveness
+            counts = self.began.read_value() > late
+            busy = tf.where(counts, self.busy.read_value(), _NOWHERE)
+            return tf.minimum(head, tf.reduce_min(busy))
+
+
 class ServerPart:
     """Part of the tensors, and of their stamps, that a server has.
 
@@ -56,9 +125,7 @@ class ServerPart:
         device: of the server.
         places: in the order of both arenas.
         size: P', a multiple of BLOCK.
-        head: shape [], int64.
-        busy: shape [W], int64.
-        began: shape [W], float64: when the last push of each worker began.
+        clock: of pushes.
         whole: shape [1], int64.
         stamps: shape [B, BLOCK], int32.
         newest: shape [B], int32: the largest stamp of each block.
@@ -86,15 +153,13 @@ class ServerPart:
             size: P'.
         """
         self.device, self.places, self.size = servers.devices[number], places, size
-        self._workers, self._twins = workers, twins
+        self._twins = twins
 
         def make(kind: str, dtype: tf.DType, *shape: int) -> SharedVariable:
             return servers.variable(f"{name}.{kind}", dtype, shape, number)
 
-        count, blocks = workers.workers, size // BLOCK
-        self.head = make("head", tf.int64)
-        self.busy = make("busy", tf.int64, count)
-        self.began = make("began", tf.float64, count)
+        blocks = size // BLOCK
+        self.clock = PushClock(make, workers, self.device)
         self.whole = make("whole", tf.int64, 1)
         self.stamps = make("of", tf.int32, blocks, BLOCK)
         self.newest = make("newest", tf.int32, blocks)
@@ -106,11 +171,10 @@ class ServerPart:
 
     def begin(self) -> None:
         """Give first values: no push has begun."""
-        counts = self.head, self.busy, self.began, self.whole
         with tf.device(self.device):
-            for variable in (*counts, self.stamps, self.newest):
+            self.clock.begin()
+            for variable in (self.whole, self.stamps, self.newest):
                 variable.assign(tf.zeros(variable.shape, variable.dtype))
-            self.busy.assign(tf.fill(self.busy.shape, _NOWHERE))
 
     # Pushes.
 
@@ -123,19 +187,19 @@ class ServerPart:
             steps = tf.cast(tf.identity(values), tf.float32) * tf.identity(scale)
             # All is here before it begins.
             with tf.control_dependencies([where, steps]):
-                number = self.enter()
+                number = self.clock.enter()
             stamped = self.stamp(where, number)
             with _after(stamped):
                 changed = self.subtract(where, steps)
             with _after(changed):
-                self.leave()
+                self.clock.leave()
 
     def push_all(self, values: tf.Tensor, scale: tf.Tensor) -> None:
         """Subtract `scale * values` from all elements, without padding."""
         with tf.device(self.device):
             steps = tf.identity(values) * tf.identity(scale)
             with tf.control_dependencies([steps]):
-                number = self.enter()
+                number = self.clock.enter()
             changed = [self._stamp_whole(number)]
             with _after(changed):
                 cut = zip(self.places, self.cut(steps), strict=True)
@@ -147,7 +211,7 @@ class ServerPart:
                     for place, own in cut
                 ]
             with _after(changed):
-                self.leave()
+                self.clock.leave()
 
     def mark(self) -> None:
         """Stamp everything, as it was assigned past these functions."""
@@ -155,27 +219,11 @@ class ServerPart:
             # Reading waits for what was written before.
             read = [_first(self.handle(place)) for place in self.places]
             with tf.control_dependencies(read):
-                number = self.enter()
+                number = self.clock.enter()
             with _after([self._stamp_whole(number)]):
-                self.leave()
+                self.clock.leave()
 
     # The stages of a push.
-
-    def enter(self) -> tf.Tensor:
-        """Begin a push; return its number, shape [], int64."""
-        own = tf.constant([[self._workers.index]])
-        with tf.device(self.device):
-            now = tf.raw_ops.ResourceScatterNdUpdate(
-                ref=self.began.handle, indices=own, updates=[tf.timestamp()]
-            )
-            with _after([now]):
-                marked = tf.raw_ops.ResourceScatterNdUpdate(
-                    ref=self.busy.handle,
-                    indices=own,
-                    updates=[self.head.read_value()],
-                )
-            with _after([marked]):
-                return tf.identity(self.head.assign_add(1, read_value=True))
 
     def stamp(self, where: tf.Tensor, number: tf.Tensor) -> list[Any]:
         """Stamp positions, shape [K], int64; return operations."""
@@ -207,28 +255,6 @@ class ServerPart:
             )
             for place, own in self.slices(where)
         ]
-
-    def leave(self) -> None:
-        """End a push."""
-        tf.raw_ops.ResourceScatterNdUpdate(
-            ref=self.busy.handle,
-            indices=[[self._workers.index]],
-            updates=tf.constant([_NOWHERE], tf.int64),
-        )
-
-    def time(self, after: tf.Tensor) -> tf.Tensor:
-        """Return up to which push all is done: shape [], int64, on the server.
-
-        Args:
-            after: a tensor that must be there before.
-        """
-        with tf.control_dependencies([after]):
-            head = tf.identity(self.head.read_value())
-        with tf.control_dependencies([head]):
-            late = tf.timestamp() - self._workers.liveness
-            counts = self.began.read_value() > late
-            busy = tf.where(counts, self.busy.read_value(), _NOWHERE)
-            return tf.minimum(head, tf.reduce_min(busy))
 
     # Pieces.
 

@@ -146,7 +146,7 @@ class Stamped:
         A tf.function would overtake it.
         """
         for part in self.parts:
-            part.head.read_value().numpy()
+            part.clock.head.read_value().numpy()
 
     # Down.
 
@@ -166,44 +166,12 @@ class Stamped:
         times, size = [], tf.zeros([], tf.int64)
         since = tf.where(self.always.read_value(), tf.constant(ALL, tf.int64), since)
         for i, part in enumerate(self.parts):
-            found = self._changes(part, since[i])
+            found = _changes(part, self.rivals, since[i])
             _take(part, mirrors, found)
             times.append(found.time)
             size += tf.size(found.values, tf.int64) * _VALUE_BYTES
             size += halves.cost(tf.size(found.low), part.size)
         return tf.stack(times), size
-
-    def _changes(self, part: ServerPart, since: tf.Tensor) -> "_Changes":
-        with tf.device(part.device):
-            since = tf.identity(since)
-            own = part.time(since)
-            rivals = [
-                other.time(since)
-                for each in self.rivals
-                for other in each.parts
-                if other.device == part.device
-            ]
-            time = tf.stack([own, sum(rivals, tf.zeros([], tf.int64))])
-            with tf.control_dependencies([time]):
-                least = tf.cast(since[0], tf.int32)
-                blocks = tf.where(part.newest.read_value() > least)[:, 0]
-                whole = part.whole.read_value()[0] > since[0]
-                whole |= time[1] != since[1]
-            stamps = tf.raw_ops.ResourceGather(
-                resource=part.stamps.handle, indices=blocks, dtype=tf.int32
-            )
-            index = tf.where(stamps > least)
-            where = tf.gather(blocks, index[:, 0]) * BLOCK + index[:, 1]
-            count = tf.size(where, tf.int64)
-            cost = count * _VALUE_BYTES + halves.cost(count, part.size)
-            everything = whole | (cost >= part.elements * _VALUE_BYTES)
-            with tf.control_dependencies([where, everything]):
-                low, counts, values = tf.cond(
-                    everything,
-                    lambda: _all_of(part),
-                    lambda: _some_of(part, where),
-                )
-        return _Changes(time, everything, low, counts, values)
 
 
 class _Changes(NamedTuple):
@@ -214,6 +182,39 @@ class _Changes(NamedTuple):
     low: tf.Tensor  # as in halves.py
     counts: tf.Tensor
     values: tf.Tensor  # shape [K], or of all elements
+
+
+def _changes(part: ServerPart, rivals: Sequence[Stamped], since: tf.Tensor) -> _Changes:
+    with tf.device(part.device):
+        since = tf.identity(since)
+        own = part.clock.time(since)
+        others = [
+            other.clock.time(since)
+            for each in rivals
+            for other in each.parts
+            if other.device == part.device
+        ]
+        time = tf.stack([own, sum(others, tf.zeros([], tf.int64))])
+        with tf.control_dependencies([time]):
+            least = tf.cast(since[0], tf.int32)
+            blocks = tf.where(part.newest.read_value() > least)[:, 0]
+            whole = part.whole.read_value()[0] > since[0]
+            whole |= time[1] != since[1]
+        stamps = tf.raw_ops.ResourceGather(
+            resource=part.stamps.handle, indices=blocks, dtype=tf.int32
+        )
+        index = tf.where(stamps > least)
+        where = tf.gather(blocks, index[:, 0]) * BLOCK + index[:, 1]
+        count = tf.size(where, tf.int64)
+        cost = count * _VALUE_BYTES + halves.cost(count, part.size)
+        everything = whole | (cost >= part.elements * _VALUE_BYTES)
+        with tf.control_dependencies([where, everything]):
+            low, counts, values = tf.cond(
+                everything,
+                lambda: _all_of(part),
+                lambda: _some_of(part, where),
+            )
+    return _Changes(time, everything, low, counts, values)
 
 
 def _all_of(part: ServerPart) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
