@@ -6,6 +6,7 @@ service and the collective runtime. Its gradient path is not used.
 
 import atexit
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -53,13 +54,85 @@ def implementation() -> tf.distribute.experimental.CommunicationImplementation:
     return found
 
 
-class CollectiveTransport(base.Transport):
-    """All-reduce, all-gather and all-to-all by TensorFlow's collective operations.
+def _started(
+    addresses: Sequence[str],
+    rank: int,
+    found: tf.distribute.experimental.CommunicationImplementation,
+) -> tf.distribute.Strategy:
+    """Start TensorFlow's server and its collectives; return what holds them."""
+    with _host.tensorflow.kept_sigterm():
+        return tf.distribute.MultiWorkerMirroredStrategy(
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({"worker": list(addresses)}),
+                task_type="worker",
+                task_id=rank,
+                num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
+                rpc_layer="grpc",
+            ),
+            tf.distribute.experimental.CommunicationOptions(implementation=found),
+        )
+
+
+class GroupKeys:
+    """Keys of TensorFlow's collectives in one group of workers, and their order.
 
     An instance key is the number of elements, and each type has a group of its own.
     So what matches on two workers is what they execute next, however often each has
     traced its graph; TensorFlow's default keys count traces, or break in control flow.
+
+    Attributes:
+        first: of the group's keys.
     """
+
+    def __init__(self, hint: str, device: str) -> None:
+        """Begin with the group of all workers.
+
+        Args:
+            hint: how collectives are run.
+            device: of this worker.
+        """
+        self._hint, self._device = hint, device
+        self.first, self._groups = _FIRST_GROUP, itertools.count(1)
+        self._order = self._new_order()
+
+    def _new_order(self) -> tf.Variable:
+        """Return what orders the collectives of one thread."""
+        with tf.init_scope(), tf.device(self._device):
+            return tf.Variable(0.0, trainable=False, name="tf_dgc_order")
+
+    def of_next_group(self) -> Self:
+        """Return those of the next group that is made, in the same order."""
+        other = copy.copy(self)
+        other.first = _FIRST_GROUP + next(self._groups) * _KINDS * len(_REDUCED)
+        return other
+
+    def in_own_order(self) -> Self:
+        """Return the same in an order of their own."""
+        other = copy.copy(self)
+        other._order = self._new_order()
+        return other
+
+    def of(self, vector: tf.Tensor, kind: int, size: int) -> dict[str, object]:
+        """Return the arguments of a collective, but for its input.
+
+        Args:
+            vector: its input.
+            kind: of the collective.
+            size: of the group.
+        """
+        group = self.first + _KINDS * _REDUCED.index(vector.dtype) + kind
+        with tf.device("CPU:0"):
+            return {
+                "group_size": tf.constant(size),
+                "group_key": tf.constant(group),
+                "instance_key": tf.size(vector),
+                "ordering_token": [self._order.handle],
+                "communication_hint": self._hint,
+            }
+
+
+class CollectiveTransport(base.Transport):
+    """All-reduce, all-gather and all-to-all by TensorFlow's collective operations."""
 
     name = "collective"
 
@@ -87,7 +160,6 @@ class CollectiveTransport(base.Transport):
                 wrong.
         """
         found = implementation()
-        self._hint = found.value.lower()
         self.timeout = base.default_timeout() if timeout is None else timeout
         if addresses is None or rank is None:
             addresses, rank = rendezvous.read_tf_config(os.environ.get("TF_CONFIG", ""))
@@ -103,21 +175,10 @@ class CollectiveTransport(base.Transport):
         base.claim_gpu(local.index(rank), len(local))
         rendezvous.wait_for_peers(addresses, rank, self.timeout)
         _host.tensorflow.configure_coordination(len(addresses), self.timeout)
-        with _host.tensorflow.kept_sigterm():
-            self._strategy = tf.distribute.MultiWorkerMirroredStrategy(
-                tf.distribute.cluster_resolver.SimpleClusterResolver(
-                    tf.train.ClusterSpec({"worker": list(addresses)}),
-                    task_type="worker",
-                    task_id=rank,
-                    num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
-                    rpc_layer="grpc",
-                ),
-                tf.distribute.experimental.CommunicationOptions(implementation=found),
-            )
+        self._strategy = _started(addresses, rank, found)
         self.device = self._strategy.extended.worker_devices[0]
-        self._order = self._new_order()
         self._turnstile = Turnstile()
-        self._first_group, self._groups = _FIRST_GROUP, itertools.count(1)
+        self._keys = GroupKeys(found.value.lower(), self.device)
         self.addresses = list(addresses)
         self._ranks: Sequence[int] = range(len(addresses))  # among all workers
         peers = Peers(self.addresses, rank)
@@ -144,7 +205,7 @@ class CollectiveTransport(base.Transport):
             with self._turnstile.entered(flat, name) as leave:
                 gathered = leave(
                     tf.raw_ops.CollectiveGatherV2(
-                        input=flat, **self._arguments(flat, _GATHER)
+                        input=flat, **self._keys.of(flat, _GATHER, self.size)
                     )
                 )
             rows = tf.reshape(gathered, [self.size, -1])
@@ -166,7 +227,7 @@ class CollectiveTransport(base.Transport):
             with self._turnstile.entered(rows, name) as leave:
                 received = leave(
                     tf.raw_ops.CollectiveAllToAllV2(
-                        input=rows, **self._arguments(rows, _EXCHANGE)
+                        input=rows, **self._keys.of(rows, _EXCHANGE, self.size)
                     )
                 )
             received = received[:, :-1] if maybe_empty else received
@@ -181,39 +242,31 @@ class CollectiveTransport(base.Transport):
 
         Group keys of TensorFlow count the groups that were made, on all workers alike.
         """
-        groups = [self._next_group() for _ in parts]
-        for group, ranks in zip(groups, parts, strict=True):
+        groups = [self._keys.of_next_group() for _ in parts]
+        for keys, ranks in zip(groups, parts, strict=True):
             if self.rank in ranks and len(ranks) > 1:
                 other = self._copy()
                 other.rank, other.size = list(ranks).index(self.rank), len(ranks)
                 other.addresses = [self.addresses[rank] for rank in ranks]
                 other._ranks = [self._ranks[rank] for rank in ranks]
-                other._first_group = group
+                other._keys = keys
                 if apart:
                     other._watch_apart(GROUP)
                 return other
         return LocalTransport() if apart else Bystander(self._turnstile)
 
-    def _next_group(self) -> int:
-        return _FIRST_GROUP + next(self._groups) * _KINDS * len(_REDUCED)
-
-    def _new_order(self) -> tf.Variable:
-        """Return what orders the collectives of one thread."""
-        with tf.init_scope(), tf.device(self.device):
-            return tf.Variable(0.0, trainable=False, name="tf_dgc_order")
-
     def aside(self, thread: threading.Thread) -> Self:
         """Return the same, in groups of its own and with a watchdog of its own."""
         other = self._copy()
-        other._first_group = self._next_group()
+        other._keys = self._keys.of_next_group()
         other._watch_apart(FLIGHT, thread)
         return other
 
     def _watch_apart(self, unnamed: str, thread: Any = None) -> None:
         """Count and order collectives of one's own, with a watchdog of one's own."""
         self._turnstile = Turnstile(unnamed)
-        self._order = self._new_order()
-        args = self._presence, self._ranks, self._first_group, self._turnstile
+        self._keys = self._keys.in_own_order()
+        args = self._presence, self._ranks, self._keys.first, self._turnstile
         apart = PresenceApart(*args)
         calls = self._turnstile.calls
         Watchdog(calls, self.timeout, apart.abort, apart.in_vain, thread)
@@ -237,20 +290,9 @@ class CollectiveTransport(base.Transport):
                     input=vector,
                     merge_op="Add",
                     final_op="Id",
-                    **self._arguments(vector, _REDUCE),
+                    **self._keys.of(vector, _REDUCE, self.size),
                 )
             )
-
-    def _arguments(self, vector: tf.Tensor, kind: int) -> dict[str, object]:
-        group = self._first_group + _KINDS * _REDUCED.index(vector.dtype) + kind
-        with tf.device("CPU:0"):
-            return {
-                "group_size": tf.constant(self.size),
-                "group_key": tf.constant(group),
-                "instance_key": tf.size(vector),
-                "ordering_token": [self._order.handle],
-                "communication_hint": self._hint,
-            }
 
 
 class Bystander(LocalTransport):
