@@ -87,7 +87,7 @@ class Clocks:
         tf.while_loop(lambda too_far: too_far, sleep, [ahead()], parallel_iterations=1)
 
     def _nap(self, began: Any) -> Any:
-        return self._members.meetings.nap(began, self._slow, "`max_staleness`")
+        return self._members.meetings.naps.nap(began, self._slow, "`max_staleness`")
 
     def _slow(self) -> np.ndarray:
         """Tell which workers are too far behind this one: shape [W], bool."""

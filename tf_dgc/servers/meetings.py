@@ -53,6 +53,7 @@ class Meetings:
 
     Attributes:
         moves: what the main thread of this worker does.
+        naps: in waits within a step.
     """
 
     def __init__(
@@ -75,8 +76,7 @@ class Meetings:
         self._waits = make("waits", tf.int64, shape)  # 1: in a barrier
         self._barriers = 0
         self._given_up: list[int] = []  # workers that have never begun
-        self._patience: Patience | None = None
-        self.moves = Progress()
+        self.moves, self.naps = Progress(), Naps(self)
 
     def begin(self) -> None:
         """Give first values: nobody has come anywhere."""
@@ -196,27 +196,6 @@ class Meetings:
         )
         self._given_up += absent
 
-    def nap(
-        self, began: float, late: Callable[[], np.ndarray], subject: str
-    ) -> np.bool_:
-        """Sleep for a moment, in a wait within a step.
-
-        Args:
-            began: of the wait: it tells one from another.
-            late: tells whom it is for: shape [W], bool.
-            subject: of an error.
-
-        Raises:
-            TimeoutError: see `wait_for_others`.
-        """
-        time.sleep(_NAP_SECONDS)
-        self.moves.wait()
-        if self._patience is None or self._patience.began != began:
-            self._patience = Patience(self, subject, began)
-        if self._patience.is_due:
-            self._patience.look(late())
-        return np.bool_(True)
-
 
 class Patience:
     """Limit of the time that a worker waits for others that live, and take no step."""
@@ -255,3 +234,33 @@ class Patience:
                 "step: they wait for something else. All workers must come to the same "
                 "fits and barriers, in one order. TF_DGC_TIMEOUT sets the time."
             )
+
+
+class Naps:
+    """Naps of a worker that waits within a step."""
+
+    def __init__(self, meetings: Meetings) -> None:
+        """Begin outside of a wait."""
+        self._meetings = meetings
+        self._patience: Patience | None = None
+
+    def nap(
+        self, began: float, late: Callable[[], np.ndarray], subject: str
+    ) -> np.bool_:
+        """Sleep for a moment, in a wait within a step.
+
+        Args:
+            began: of the wait: it tells one from another.
+            late: tells whom it is for: shape [W], bool.
+            subject: of an error.
+
+        Raises:
+            TimeoutError: see `wait_for_others`.
+        """
+        time.sleep(_NAP_SECONDS)
+        self._meetings.moves.wait()
+        if self._patience is None or self._patience.began != began:
+            self._patience = Patience(self._meetings, subject, began)
+        if self._patience.is_due:
+            self._patience.look(late())
+        return np.bool_(True)

@@ -352,7 +352,7 @@ class StepWait:
         return won, over
 
     def _nap(self, began: Any) -> Any:
-        return self._members.meetings.nap(began, self._turns.late, SUBJECT)
+        return self._members.meetings.naps.nap(began, self._turns.late, SUBJECT)
 
 
 def _torn() -> list[Any]:
