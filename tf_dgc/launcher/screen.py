@@ -79,6 +79,33 @@ class All:
         """Do nothing: all is shown at once."""
 
 
+class WorkerFiles:
+    """Files of the output of each worker.
+
+    Attributes:
+        folder: of the files.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """Make the folder.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, output.Stream] = {}
+
+    def of(self, worker: str) -> output.Stream:
+        """Return the file of a worker, which is made."""
+        if worker not in self._files:
+            name = f"worker-{worker}" if worker.isdecimal() else worker
+            path = self.folder / f"{name}.log"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._files[worker] = output.Stream(descriptor, str(path))
+        return self._files[worker]
+
+
 class Chief:
     """Shows the chief's output as it comes, and what other workers warn of.
 
@@ -110,10 +137,8 @@ class Chief:
             OSError: the folder cannot be made.
         """
         self.terminal, self._bare, self.chief = terminal, bare, chief
-        self._folder, self._quiet = folder, quiet
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._files: dict[str, output.Stream] = {}
+        self._quiet = quiet
+        self._files = None if folder is None else WorkerFiles(folder)
         self._lock = threading.RLock()
         # Whether the chief is seen as it prints; stdout and stderr in one place.
         self._raw = terminal is not None or out is not None
@@ -133,7 +158,7 @@ class Chief:
             own = self._raw and worker == self.chief
             both = own and self._one
             errors = stream == "err" or both
-            file = self._file(worker)
+            file = None if self._files is None else self._files.of(worker)
         prefix = b"" if self._bare else f"[{worker}] ".encode()
         writer = output.OUT if stream == "out" else output.ERR
         shown = _writing(writer, prefix, self._quiet)
@@ -177,7 +202,7 @@ class Chief:
             text: list[bytes] = []
             chief = self._transcripts.get(self.chief)
             if worker and not (self._bare and worker == self.chief):
-                failed = self._first_to_fail(worker)
+                failed = _first_to_fail(self._transcripts, worker)
                 if failed.failure and chief and chief.failure == failed.failure:
                     failed = chief
                 if failed is not chief:
@@ -195,19 +220,12 @@ class Chief:
             self._end(reason, [f"[{failed.label}] ".encode() + line for line in text])
 
     def _end(self, reason: str, lines: list[bytes]) -> None:
-        folder = f"the output of each worker is in {self._folder}"
-        told = [each for each in (reason, folder if self._folder else "") if each]
+        told = [reason] if reason else []
+        if self._files is not None:
+            told.append(f"the output of each worker is in {self._files.folder}")
         if told:
             self.note("; ".join(told))
         self._show(lines)
-
-    def _first_to_fail(self, worker: str) -> Transcript:
-        """Return who failed first: by its traceback, else the one that ended first."""
-        ended = self._transcripts.setdefault(worker, Transcript(worker))
-        if not (ended.failure or ended.ends_too):
-            return ended  # killed, or it has left by itself; others met its end
-        failed = [each for each in self._transcripts.values() if each.failure]
-        return min(failed, key=lambda each: each.since, default=ended)
 
     def tick(self) -> None:
         """Show warnings that have waited for others, and what was survived."""
@@ -245,15 +263,14 @@ class Chief:
         else:
             output.ERR.write(b"".join(lines))
 
-    def _file(self, worker: str) -> output.Stream | None:
-        if self._folder is None:
-            return None
-        if worker not in self._files:
-            name = f"worker-{worker}" if worker.isdecimal() else worker
-            path = self._folder / f"{name}.log"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            self._files[worker] = output.Stream(descriptor, str(path))
-        return self._files[worker]
+
+def _first_to_fail(transcripts: dict[str, Transcript], worker: str) -> Transcript:
+    """Return who failed first: by its traceback, else the one that ended first."""
+    ended = transcripts.setdefault(worker, Transcript(worker))
+    if not (ended.failure or ended.ends_too):
+        return ended  # killed, or it has left by itself; others met its end
+    failed = [each for each in transcripts.values() if each.failure]
+    return min(failed, key=lambda each: each.since, default=ended)
 
 
 class _Lines:
