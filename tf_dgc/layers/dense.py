@@ -106,7 +106,7 @@ class SplitDense(keras.layers.Dense):
         own = Band(over.rank, over.size, shape[axis], axis)
         number = next(_numbers.setdefault(over, itertools.count()))
         self._strategy, self._band = strategy, own
-        self._movement = Movement(over, f"split{number}")
+        self._movement = Movement(strategy.mesh, f"split{number}")
         self._products = Products(self, strategy, own, self._movement)
         with tf.init_scope(), strategy.scope():  # now, even if a function is traced
             if over.size > 1:

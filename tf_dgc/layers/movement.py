@@ -9,24 +9,24 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc.transports.base import Transport
+from tf_dgc.transports.mesh import Mesh
 
 
 class Movement:
     """Moves the activations of one layer, forth and back."""
 
-    def __init__(self, transport: Transport, name: str) -> None:
+    def __init__(self, mesh: Mesh, name: str) -> None:
         """Choose the wire.
 
         Args:
-            transport: to the other workers.
+            mesh: of the workers.
             name: prefix of the names of the collectives.
         """
-        self._transport, self._name = transport, name
+        self._mesh, self._name = mesh, name
 
     def most(self, rows: tf.Tensor) -> tf.Tensor:
         """Return M, shape [], int64, of this worker's number of rows."""
-        counts = self._transport.all_gather(rows, f"{self._name}.rows")
+        counts = self._mesh.everybody.all_gather(rows, f"{self._name}.rows")
         return tf.reduce_max(counts)
 
     def gathered(self, x: tf.Tensor, way: str) -> tf.Tensor:
@@ -42,7 +42,7 @@ class Movement:
         @tf.custom_gradient
         def gather(x: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             bits, back = _portable(x)
-            found = back(self._transport.all_gather(bits, f"{self._name}.{way}"))
+            found = back(self._mesh.everybody.all_gather(bits, f"{self._name}.{way}"))
             return found, lambda upstream: self.scattered(upstream, f"d{way}")
 
         found: tf.Tensor = gather(x)
@@ -64,7 +64,7 @@ class Movement:
         @tf.custom_gradient
         def scatter(parts: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             bits, back = _portable(parts)
-            found = back(self._transport.all_to_all(bits, f"{self._name}.{way}"))
+            found = back(self._mesh.everybody.all_to_all(bits, f"{self._name}.{way}"))
             wide = tf.float64 if parts.dtype == tf.float64 else tf.float32
             total = tf.cast(tf.reduce_sum(tf.cast(found, wide), 0), parts.dtype)
             return total, lambda upstream: self.gathered(upstream, f"d{way}")
@@ -82,14 +82,14 @@ class Movement:
 
             bits, back = _portable(rows)
             name = f"{self._name}.{way}"
-            return back(self._transport.all_to_all(bits, name)), grad
+            return back(self._mesh.everybody.all_to_all(bits, name)), grad
 
         found: tf.Tensor = exchange(rows)
         return found
 
     def told(self, own: tf.Tensor, what: str) -> tf.Tensor:
         """Return what each worker tells, [N, *S], of this one's [*S]; no gradient."""
-        return self._transport.all_gather(own, f"{self._name}.{what}")
+        return self._mesh.everybody.all_gather(own, f"{self._name}.{what}")
 
     def shared(self, bias: tf.Tensor, width: int) -> tf.Tensor:
         """Return the own elements of a bias that all workers have, for the rows of all.
@@ -101,7 +101,7 @@ class Movement:
         Returns:
             shape [N, W]; its gradient brings home what this worker's rows give.
         """
-        workers, rank = self._transport.size, self._transport.rank
+        workers, rank = self._mesh.everybody.size, self._mesh.everybody.rank
         units = bias.shape[0]
 
         @tf.custom_gradient
@@ -121,7 +121,7 @@ class Movement:
 
         @tf.custom_gradient
         def add(own: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            (total,) = self._transport.all_reduce([own], f"{self._name}.sum")
+            (total,) = self._mesh.everybody.all_reduce([own], f"{self._name}.sum")
             return total, lambda upstream: upstream
 
         found: tf.Tensor = add(own)

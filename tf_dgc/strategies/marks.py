@@ -80,8 +80,7 @@ class StepMarks:
     def __init__(self, strategy: BaseStrategy) -> None:
         """Note from now on what passes."""
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-        self._transport, self._ledger = strategy.transport, strategy._ledger
-        self._mesh = strategy.mesh
+        self._mesh, self._ledger = strategy.mesh, strategy._ledger
         make = strategy.inner.core.make
         self._flights: Callable[[], list[Any]] = getattr(make, "flights", list)
         self._names: list[str] = []
@@ -124,7 +123,7 @@ class StepMarks:
 
     def _transports(self) -> list[tuple[Transport, str]]:
         """Return transports, and the site whose collectives these are, if one's."""
-        found = [(self._transport, ""), (self._ledger.transport, "")]
+        found = [(self._mesh.everybody, ""), (self._ledger.transport, "")]
         sites = self._mesh.voices
         if isinstance(sites, Sites):
             found.append((sites.within, f"{sites.hosts[sites.rank]}: "))

@@ -143,9 +143,9 @@ class Timed:
             ValueError: workers train at their own pace.
         """
         strategy = _together(callback)
-        self._transport = strategy.transport
-        handshake.agree(self._transport, type(callback).__name__, {"times": True})
-        self._ahead = marks.clock_difference(self._transport)
+        self._mesh, everybody = strategy.mesh, strategy.mesh.everybody
+        handshake.agree(everybody, type(callback).__name__, {"times": True})
+        self._ahead = marks.clock_difference(everybody)
         self._marks = Reader(strategy, callback.model)
         self._begun = time.time()
 
@@ -163,7 +163,7 @@ class Timed:
         names = [span.name for span in found]
         first = max(names, key=names.count) if names else ""
         begins = [s.begin - self._ahead for s in found if s.name == first]
-        told = handshake.tell(self._transport, "times", {"begins": begins})
+        told = handshake.tell(self._mesh.everybody, "times", {"begins": begins})
         steps = zip(*(each["begins"] for each in told), strict=False)
         last = [times.index(max(times)) for times in steps]
         return {
