@@ -81,7 +81,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_script": "_host.startup launcher.settings",
     "unit/test_oracles": """imported search.chief search.groups search.studies
         search.tuners""",
-    "unit/test_servers": """servers.chief_records servers.members servers.shards
+    "unit/test_servers": """servers.chief_records servers.members servers.places
+        servers.shards
         strategies.served strategies.served_data""",
     "unit/test_share": """strategies.applied_gradients strategies.backward
         strategies.logs strategies.means strategies.rows strategies.step_hooks

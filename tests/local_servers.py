@@ -66,7 +66,7 @@ class Job:
         members = strategy._members
         members.pulse.end()
         atexit.unregister(members.leave)
-        members.put(members._seen, 0.0)
+        members.put(members.signs.seen, 0.0)
         self._living.remove(strategy)
 
     def end(self, strategy: tf_dgc.DownpourStrategy) -> None:

@@ -422,7 +422,7 @@ class HeartbeatTest(parameterized.TestCase):
             members.pulse.end()
 
             def beats() -> bool:
-                members.put(members._seen, 0.0)
+                members.put(members.signs.seen, 0.0)
                 self.assertTrue(members.beat())  # the place is its own
                 return bool(members.living()[0])
 

@@ -7,8 +7,6 @@ must know stands on server 0, in variables; times are by the clock of that serve
 import atexit
 import logging
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
@@ -21,6 +19,7 @@ import tensorflow as tf
 from tf_dgc._host.shared import SharedVariable
 from tf_dgc.servers.chief_records import ChiefRecords, compare
 from tf_dgc.servers.meetings import Meetings
+from tf_dgc.servers.places import FAILED, HERE, LEFT, PlaceClaim, WorkerSigns
 from tf_dgc.servers.pulse import Pulse
 from tf_dgc.servers.shared import Servers
 from tf_dgc.servers.succession import Succession
@@ -28,8 +27,6 @@ from tf_dgc.transports import ending
 
 _logger = logging.getLogger("tf_dgc")
 
-NEVER, HERE, LEFT, FAILED = range(4)  # what became of a worker
-_POLL_SECONDS = 0.05
 _CLAIM_SECONDS = 0.2  # until two that claim a place in one instant see it
 _LEAVE_SECONDS = 10.0
 
@@ -41,6 +38,7 @@ class Members:
         told: what the chief has told of the job, beside what all must have alike.
         liveness: seconds until a worker that is not heard of holds nobody back.
         is_first: whether no worker had this place before, on these servers.
+        signs: of life.
         meetings: where it waits for others.
         succession: whether what this worker assigns goes to the servers.
     """
@@ -73,21 +71,18 @@ class Members:
         """
         self._servers, self.index, self.workers = servers, index, workers
         self.liveness, self._timeout = liveness, timeout
-        self._id = secrets.randbelow(2**62) + 1
         self._records = ChiefRecords(self.is_chief, timeout)
         make = servers.variable
         self._record = make("record", tf.string)
-        self._ids = make("ids", tf.int64, [workers])
-        self._states = make("states", tf.int64, [workers])
-        self._seen = make("seen", tf.float64, [workers])
+        self.signs = WorkerSigns(servers, workers, liveness)
+        self._place = PlaceClaim(make, index, workers)
         self._progress = make("progress", tf.int64, [2])
         self.meetings = Meetings(make, self, timeout)
         self._hangs = False
         self.succession = Succession(servers, self.is_chief)
-        self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
         text = {"record": dict(record), "told": dict(told)}
         found = self.share("record", self._record, text, self._begin)
-        _refuse_ended(self._states.read_value().numpy(), servers)
+        self.signs.refuse_ended()
         self.told = found["told"]
         compare("versions and settings", found["record"], dict(record), index)
         self._claim()
@@ -106,12 +101,10 @@ class Members:
         return self.index == 0
 
     def _begin(self) -> None:
-        for variable in (self._ids, self._states, self._seen):
-            variable.assign(tf.zeros(variable.shape, variable.dtype))
+        self._place.begin()
+        self.signs.begin()
         self.meetings.begin()
         self._progress.assign(tf.zeros([2], tf.int64))
-        for name in self._names:
-            name.assign("nobody")
         self.succession.begin()
 
     def share(
@@ -134,21 +127,13 @@ class Members:
 
     # Places.
 
-    def now(self) -> float:
-        """Return the seconds of server 0's clock."""
-        with tf.device(self._servers.devices[0]):
-            return float(tf.timestamp())
-
     def living(self) -> tf.Tensor:
         """Tell which workers count: shape [W], bool, on server 0."""
-        with tf.device(self._servers.devices[0]):
-            recent = self._seen.read_value() > tf.timestamp() - self.liveness
-            return recent & (self._states.read_value() == HERE)
+        return self.signs.living()
 
     def absent(self) -> np.ndarray:
         """Tell which workers have never begun: shape [W], bool."""
-        found: np.ndarray = self._states.read_value().numpy() == NEVER
-        return found
+        return self.signs.absent()
 
     def _claim(self) -> None:
         """Take this worker's place, unless somebody lives there.
@@ -156,25 +141,17 @@ class Members:
         Raises:
             ValueError: somebody does.
         """
-        k = self.index
-        self.is_first = bool(self._states.read_value().numpy()[k] == NEVER)
-        since = None
-        while self._states.read_value().numpy()[k] == HERE:
-            seen = self._seen.read_value().numpy()[k]
-            since = seen if since is None else since
-            if seen != since:
-                raise _taken(self._names[k], k)
-            if self.now() - seen > self.liveness:
-                break
-            time.sleep(_POLL_SECONDS * 4)
-        self.put(self._ids, self._id)
+        self.is_first = bool(self.absent()[self.index])
+        if self.signs.wait_for_end(self.index):
+            raise self._place.refused()
+        self._place.make(self.put)
         self.meetings.join()
-        self._names[k].assign(f"{socket.gethostname()}, process {os.getpid()}")
-        self.put(self._states, HERE)
+        self._place.tell_name()
+        self.put(self.signs.states, HERE)
         self.beat_once()
         time.sleep(_CLAIM_SECONDS)
         if not self.beat():
-            raise _taken(self._names[k], k)
+            raise self._place.refused()
 
     # What the chief tells.
 
@@ -202,7 +179,7 @@ class Members:
         """Let the others know that this worker lives."""
         self.meetings.tell()
         with tf.device(self._servers.devices[0]):
-            self.put(self._seen, tf.timestamp())
+            self.put(self.signs.seen, tf.timestamp())
 
     def beat(self) -> bool:
         """Do so, if its main thread moves; tell whether the place is still its own."""
@@ -216,12 +193,11 @@ class Members:
         self._hangs = hangs
         if not hangs:
             self.beat_once()
-        return int(self._ids.read_value().numpy()[self.index]) == self._id
+        return self._place.holds()
 
     def expel(self, workers: Any) -> np.bool_:
         """Let workers end should they come back: numbers, shape [K], int64."""
-        self._ids.scatter_update(tf.IndexedSlices(0 * workers, tf.constant(workers)))
-        return np.bool_(True)
+        return self._place.expel(workers)
 
     def leave(self) -> None:
         """Give the place back, at the end of the process."""
@@ -230,8 +206,8 @@ class Members:
         answers = self.pulse.end()
 
         def tell() -> None:
-            self.put(self._states, FAILED if failed else LEFT)
-            self._states.read_value().numpy()
+            self.put(self.signs.states, FAILED if failed else LEFT)
+            self.signs.states.read_value().numpy()
 
         _end_with(tell if answers else None)
 
@@ -256,23 +232,3 @@ def _ignoring(function: Callable[[], None]) -> Callable[[], None]:
             _logger.debug("At the end: %s", error)
 
     return run
-
-
-def _refuse_ended(states: np.ndarray, servers: Servers) -> None:
-    """Raise ValueError where the servers are those of a job that has ended."""
-    if os.environ.get("TF_DGC_ATTEMPT", "0") != "0":
-        return  # the launcher starts this worker again: the job has not ended
-    if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
-        raise ValueError(
-            "The servers must be new: they hold what a job left that has ended. "
-            f"Received: servers {servers.addresses}. Start them anew with the job."
-        )
-
-
-def _taken(named: SharedVariable, index: int) -> ValueError:
-    """Return what is raised where a worker lives at the place of another."""
-    name = named.read_value().numpy().decode(errors="replace")
-    return ValueError(
-        "Each worker needs an index of its own, and each job servers of its own. "
-        f"Received: index={index}, at which a worker lives already: {ascii(name)[1:-1]}"
-    )

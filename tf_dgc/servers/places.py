@@ -1,0 +1,139 @@
+"""Places of workers: which are taken, by whom, and by a process that lives.
+
+Axis: W workers. Times are by the clock of server 0.
+"""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_dgc._host.shared import SharedVariable
+from tf_dgc.servers.shared import Servers
+
+NEVER, HERE, LEFT, FAILED = range(4)  # what became of a worker
+_POLL_SECONDS = 0.2
+
+
+class WorkerSigns:
+    """Signs of life of all workers, and what became of each.
+
+    Attributes:
+        states: shape [W], int64.
+        seen: shape [W], float64: when each was heard of last.
+    """
+
+    def __init__(self, servers: Servers, workers: int, liveness: float) -> None:
+        """Make the variables.
+
+        Args:
+            servers: of the job.
+            workers: W.
+            liveness: seconds until a worker that is not heard of does not count.
+        """
+        self._device, self._liveness = servers.devices[0], liveness
+        self._addresses = servers.addresses
+        self.states = servers.variable("states", tf.int64, [workers])
+        self.seen = servers.variable("seen", tf.float64, [workers])
+
+    def begin(self) -> None:
+        """Give first values: nobody has come."""
+        for variable in (self.states, self.seen):
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def living(self) -> tf.Tensor:
+        """Tell which workers count: shape [W], bool, on server 0."""
+        with tf.device(self._device):
+            recent = self.seen.read_value() > tf.timestamp() - self._liveness
+            return recent & (self.states.read_value() == HERE)
+
+    def absent(self) -> np.ndarray:
+        """Tell which workers have never begun: shape [W], bool."""
+        found: np.ndarray = self.states.read_value().numpy() == NEVER
+        return found
+
+    def refuse_ended(self) -> None:
+        """Raise ValueError where the servers are those of a job that has ended."""
+        if os.environ.get("TF_DGC_ATTEMPT", "0") != "0":
+            return  # the launcher starts this worker again: the job has not ended
+        states = self.states.read_value().numpy()
+        if (states == LEFT).any() and not np.isin(states, [HERE, FAILED]).any():
+            raise ValueError(
+                "The servers must be new: they hold what a job left that has ended. "
+                f"Received: servers {self._addresses}. Start them anew with the job."
+            )
+
+    def wait_for_end(self, index: int) -> bool:
+        """Wait until nobody is heard of at a place; tell whether somebody lives there.
+
+        Args:
+            index: of the place.
+        """
+        since = None
+        while self.states.read_value().numpy()[index] == HERE:
+            seen = self.seen.read_value().numpy()[index]
+            since = seen if since is None else since
+            if seen != since:
+                return True
+            with tf.device(self._device):
+                now = float(tf.timestamp())
+            if now - seen > self._liveness:
+                break
+            time.sleep(_POLL_SECONDS)
+        return False
+
+
+class PlaceClaim:
+    """Claim of one process to a worker's place, which another one may claim later."""
+
+    def __init__(
+        self, make: Callable[..., SharedVariable], index: int, workers: int
+    ) -> None:
+        """Make the variables.
+
+        Args:
+            make: takes name, type and shape of a variable on server 0.
+            index: of the place.
+            workers: W.
+        """
+        self._index, self._own = index, secrets.randbelow(2**62) + 1
+        self.ids = make("ids", tf.int64, [workers])
+        self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
+
+    def begin(self) -> None:
+        """Give first values: all places are free."""
+        self.ids.assign(tf.zeros(self.ids.shape, tf.int64))
+        for name in self._names:
+            name.assign("nobody")
+
+    def make(self, put: Callable[[SharedVariable, Any], None]) -> None:
+        """Claim the place; `put` sets this worker's element of a variable."""
+        put(self.ids, self._own)
+
+    def tell_name(self) -> None:
+        """Tell people who it is."""
+        name = f"{socket.gethostname()}, process {os.getpid()}"
+        self._names[self._index].assign(name)
+
+    def holds(self) -> bool:
+        """Tell whether the place is still that of this process."""
+        return int(self.ids.read_value().numpy()[self._index]) == self._own
+
+    def expel(self, workers: Any) -> np.bool_:
+        """Let workers end should they come back: numbers, shape [K], int64."""
+        self.ids.scatter_update(tf.IndexedSlices(0 * workers, tf.constant(workers)))
+        return np.bool_(True)
+
+    def refused(self) -> ValueError:
+        """Return what is raised where a worker lives at this place."""
+        name = self._names[self._index].read_value().numpy().decode(errors="replace")
+        return ValueError(
+            "Each worker needs an index of its own, and each job servers of its own. "
+            f"Received: index={self._index}, at which a worker lives already: "
+            f"{ascii(name)[1:-1]}"
+        )
