@@ -154,7 +154,7 @@ class MovedVariables:
         pieces = [twin.pieces for _, twin in self._pairs]
         record["shards"] = [[list(piece) for piece in each] for each in pieces]
         variable = job.servers.variable(f"{name}.record", tf.string)
-        there = job.members.share(
+        there = job.members.records.share(
             "variables", variable, record, lambda: self._begin(begin)
         )
         index = job.members.index

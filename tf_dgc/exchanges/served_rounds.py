@@ -107,7 +107,9 @@ class CommonCount:
             self.rate.begin()
 
         variable = servers.variable(f"{name}.record", tf.string)
-        there = members.share("optimizer", variable, {"settings": settings}, begin)
+        there = members.records.share(
+            "optimizer", variable, {"settings": settings}, begin
+        )
         index = members.index
         chief_records.compare("optimizers", there["settings"], settings, index)
         self.rate.join()

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import tensorflow as tf
+
 from tf_dgc._host.shared import SharedVariable
 from tf_dgc.transports import handshake
 
@@ -14,14 +16,33 @@ _POLL_SECONDS = 0.05
 class ChiefRecords:
     """Records of the chief, as this worker reads or writes them."""
 
-    def __init__(self, is_chief: bool, timeout: float) -> None:
+    def __init__(
+        self, make: Callable[..., SharedVariable], is_chief: bool, timeout: float
+    ) -> None:
         """Take the place of this worker.
 
         Args:
-            is_chief: whether it writes them.
+            make: takes name, type and shape of a variable on server 0.
+            is_chief: whether this worker writes them.
             timeout: seconds to wait for the chief.
         """
         self._is_chief, self._timeout = is_chief, timeout
+        self._progress = make("progress", tf.int64, [2])
+
+    def begin(self) -> None:
+        """Give first values: the chief has told nothing."""
+        self._progress.assign(tf.zeros([2], tf.int64))
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of the chief's `fit`, from 1, and its epoch; 0, 0 before it told."""
+        fit, epoch = self._progress.read_value().numpy().tolist()
+        return fit, epoch
+
+    @progress.setter
+    def progress(self, value: tuple[int, int]) -> None:
+        """Tell it; the chief does."""
+        self._progress.assign(tf.constant(value, tf.int64))
 
     def share(
         self,

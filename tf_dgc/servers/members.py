@@ -38,6 +38,7 @@ class Members:
         told: what the chief has told of the job, beside what all must have alike.
         liveness: seconds until a worker that is not heard of holds nobody back.
         is_first: whether no worker had this place before, on these servers.
+        records: of the chief.
         signs: of life.
         meetings: where it waits for others.
         succession: whether what this worker assigns goes to the servers.
@@ -71,17 +72,16 @@ class Members:
         """
         self._servers, self.index, self.workers = servers, index, workers
         self.liveness, self._timeout = liveness, timeout
-        self._records = ChiefRecords(self.is_chief, timeout)
         make = servers.variable
+        self.records = ChiefRecords(make, self.is_chief, timeout)
         self._record = make("record", tf.string)
         self.signs = WorkerSigns(servers, workers, liveness)
         self._place = PlaceClaim(make, index, workers)
-        self._progress = make("progress", tf.int64, [2])
         self.meetings = Meetings(make, self, timeout)
         self._hangs = False
         self.succession = Succession(servers, self.is_chief)
         text = {"record": dict(record), "told": dict(told)}
-        found = self.share("record", self._record, text, self._begin)
+        found = self.records.share("record", self._record, text, self._begin)
         self.signs.refuse_ended()
         self.told = found["told"]
         compare("versions and settings", found["record"], dict(record), index)
@@ -104,26 +104,8 @@ class Members:
         self._place.begin()
         self.signs.begin()
         self.meetings.begin()
-        self._progress.assign(tf.zeros([2], tf.int64))
+        self.records.begin()
         self.succession.begin()
-
-    def share(
-        self,
-        subject: str,
-        variable: SharedVariable,
-        record: Mapping[str, Any],
-        begin: Callable[[], None],
-    ) -> dict[str, Any]:
-        """Let the chief write a record; see `ChiefRecords.share`."""
-        return self._records.share(subject, variable, record, begin)
-
-    def wait_for(self, there: Callable[[], bool], subject: str) -> None:
-        """Wait until something is there that the chief makes.
-
-        Raises:
-            TimeoutError: it is not within the timeout.
-        """
-        self._records.wait_for(there, subject)
 
     # Places.
 
@@ -152,19 +134,6 @@ class Members:
         time.sleep(_CLAIM_SECONDS)
         if not self.beat():
             raise self._place.refused()
-
-    # What the chief tells.
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Number of the chief's `fit`, from 1, and its epoch; 0, 0 before it told."""
-        fit, epoch = self._progress.read_value().numpy().tolist()
-        return fit, epoch
-
-    @progress.setter
-    def progress(self, value: tuple[int, int]) -> None:
-        """Tell it; the chief does."""
-        self._progress.assign(tf.constant(value, tf.int64))
 
     # The servers' variables.
 

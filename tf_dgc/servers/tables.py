@@ -92,7 +92,7 @@ class Tables:
         }
         told = self._servers.variable(f"{name}.record", tf.string)
         with tf.init_scope():
-            there = self._members.share(
+            there = self._members.records.share(
                 "embedding tables",
                 told,
                 record,

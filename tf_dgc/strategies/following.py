@@ -28,7 +28,7 @@ class Following:
 
     def tell_epoch(self, epoch: int) -> None:
         """Tell the other workers at which epoch of its `fit` the chief is."""
-        self._members.progress = self._fits.count, epoch
+        self._members.records.progress = self._fits.count, epoch
 
     def chief_epoch(self) -> int:
         """Return where to begin a `fit`: at the chief's epoch, once it has told.
@@ -38,9 +38,9 @@ class Following:
         Raises:
             TimeoutError: the chief has not told.
         """
-        members, own = self._members, self._fits.count
-        members.wait_for(lambda: members.progress[0] >= own, "epoch of `BackupState`")
-        fit, epoch = members.progress
+        records, own = self._members.records, self._fits.count
+        records.wait_for(lambda: records.progress[0] >= own, "epoch of `BackupState`")
+        fit, epoch = records.progress
         return epoch if fit == own else sys.maxsize
 
     def give(self, model: keras.Model) -> None:
@@ -73,7 +73,7 @@ class Following:
     @property
     def progress(self) -> int:
         """At which epoch of its `fit` the chief is, as far as it has told."""
-        return self._members.progress[1]
+        return self._members.records.progress[1]
 
     @property
     def is_first(self) -> bool:

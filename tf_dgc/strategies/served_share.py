@@ -106,7 +106,7 @@ class _Sum:
 
         record = {"elements": key[1]}
         variable = servers.variable(f"{name}.record", tf.string)
-        there = of_job.share("loss", variable, record, begin)
+        there = of_job.records.share("loss", variable, record, begin)
         chief_records.compare("losses", there, record, of_job.index)
         self.together.turns.join()
 
