@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_dgc.exchanges import nodes, records
 from tf_dgc.exchanges.base import Exchange, TakenOver, Update
 from tf_dgc.exchanges.figures import COUNTED, StepStats, TensorStats, counted
-from tf_dgc.exchanges.opened import OpenExchanges, Subset, WaitingStates, check, meet
+from tf_dgc.exchanges.opened import OpenExchanges, Subset, check
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.records import Record
 from tf_dgc.values import shaped
@@ -107,8 +107,7 @@ class Ledger(OpenExchanges):
         """Return this worker's state, eagerly; arguments as in `save`."""
         choice = None if owners is None else Subset(owners, variables)
         found = [_record_of(exchange) for exchange in self.left(choice)]
-        waiting = [each for each in self._waiting if meet(each.choice, choice)]
-        found += [record for each in waiting for record in each.records]
+        found += self._waiting.of(choice)
         return nodes.own_records(self.transport, found)
 
     def restore(
@@ -143,8 +142,7 @@ class Ledger(OpenExchanges):
         found = nodes.joined(self.transport, found)
         for exchange, record in zip(exchanges, found, strict=False):
             exchange.load(record.arrays, record.step)
-        others = [each for each in self._waiting if not meet(each.choice, choice)]
-        self._waiting = [*others, WaitingStates(found[len(exchanges) :], choice)]
+        self._waiting.put(found[len(exchanges) :], choice)
 
     def flush(
         self,
@@ -161,7 +159,7 @@ class Ledger(OpenExchanges):
         Raises:
             ValueError: a restored state waits for its owner's first step.
         """
-        if any(each.records for each in self._waiting):
+        if self._waiting.are_left:
             raise ValueError(
                 "What was restored is taken over in the first step of its optimizer; "
                 "flush after that"

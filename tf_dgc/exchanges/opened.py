@@ -51,11 +51,44 @@ class Subset(NamedTuple):
         return not own.isdisjoint(others)
 
 
-class WaitingStates(NamedTuple):
+class WaitingStates:
     """States that were restored for exchanges to come, in their order."""
 
-    records: list[Record]
-    choice: Subset | None  # None is all
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._parts: list[tuple[list[Record], Subset | None]] = []
+
+    def __bool__(self) -> bool:
+        """Tell whether any were restored."""
+        return bool(self._parts)
+
+    @property
+    def are_left(self) -> bool:
+        """Tell whether any of them still wait."""
+        return any(records for records, _ in self._parts)
+
+    def of(self, choice: Subset | None) -> list[Record]:
+        """Return those of exchanges that may be of a choice; None is all."""
+        parts = [records for records, own in self._parts if _meet(own, choice)]
+        return [record for records in parts for record in records]
+
+    def put(self, records: Sequence[Record], choice: Subset | None = None) -> None:
+        """Let states wait, in the place of those of the same exchanges."""
+        others = [part for part in self._parts if not _meet(part[1], choice)]
+        self._parts = [*others, (list(records), choice)]
+
+    def take(self, exchange: Exchange) -> Record | None:
+        """Return the state of an exchange that was opened, if one waits.
+
+        Raises:
+            ValueError: it is not of this exchange.
+        """
+        for records, choice in self._parts:
+            known = choice is None or choice.has(exchange.owner(), exchange.variables)
+            if records and known:
+                check(exchange, records[0])
+                return records.pop(0)
+        return None
 
 
 class OpenExchanges:
@@ -90,7 +123,7 @@ class OpenExchanges:
         self.opened = 0
         self.part_of: Callable[[object, Sequence[Any]], float] = lambda *_: 1.0
         self.newest: Exchange | None = None
-        self._waiting: list[WaitingStates] = []
+        self._waiting = WaitingStates()
         self._clock = Clock()
         self._interval = replicas.default_interval()
 
@@ -107,7 +140,7 @@ class OpenExchanges:
         """Forget all owners; those to come take over these records, in their order."""
         self._exchanges.clear()
         self.opened, self.newest = 0, None
-        self._waiting = [WaitingStates(list(kept), None)]
+        self._waiting.put(kept)
 
     def knows(self, owner: object, variables: Sequence[Any]) -> bool:
         """Tell whether an owner's variables have an exchange."""
@@ -146,12 +179,8 @@ class OpenExchanges:
         self.opened += 1
         exchange = self._make(place, taken_over)
         self.newest = None if exchange.lockstep else exchange
-        for restored, choice in self._waiting:
-            if restored and (choice is None or choice.has(owner, exchange.variables)):
-                check(exchange, restored[0])
-                record = restored.pop(0)
-                exchange.load(record.arrays, record.step)
-                break
+        if (record := self._waiting.take(exchange)) is not None:
+            exchange.load(record.arrays, record.step)
         return exchange
 
     def exchanges(self, choice: Subset | None = None) -> list[Exchange]:
@@ -172,7 +201,7 @@ def _key(variables: Sequence[Any]) -> tuple[int, ...]:
     return tuple(id(variable) for variable in variables)
 
 
-def meet(one: Subset | None, other: Subset | None) -> bool:
+def _meet(one: Subset | None, other: Subset | None) -> bool:
     """Tell whether an exchange may be of both; None is all."""
     return one is None or other is None or one.meets(other)
 
