@@ -88,7 +88,7 @@ class OutsideTest(parameterized.TestCase, tf.test.TestCase):
             weights = tf.Variable([1.0])
             weights.assign_sub([0.5])
             step(strategy)
-            unused.warn(strategy._core)
+            unused.warn(strategy.extended, strategy.mesh)
 
         with self.assertLogs("tf_dgc", "WARNING") as logs:
             in_scopes(2, lambda strategy: work(strategy, lambda _: None))

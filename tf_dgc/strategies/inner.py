@@ -56,7 +56,7 @@ class Inner:
         core.stopping = Stopping(core.mesh, core.ledger, lambda: self.settle())
         self.early_ends = EarlyEnds(core.mesh, self.own_batches)
         core.extended.share_seed()
-        atexit.register(unused.warn, core)
+        atexit.register(unused.warn, core.extended, core.mesh)
 
     @property
     def share(self) -> Share | None:

@@ -2,21 +2,27 @@
 
 import logging
 
-from tf_dgc.strategies.core import Core
+from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.transports import ending
+from tf_dgc.transports.mesh import Mesh
 
 _logger = logging.getLogger("tf_dgc")
 
 
-def warn(core: Core) -> None:
-    """Warn where nothing was made in the scope of a strategy, or no step was run."""
-    if not core.extended.used:
+def warn(extended: OneReplicaExtended, mesh: Mesh) -> None:
+    """Warn where nothing was made in the scope of a strategy, or no step was run.
+
+    Args:
+        extended: of the strategy, which may be gone by now.
+        mesh: of the workers.
+    """
+    if not extended.used:
         _logger.warning(
             "No variable was made in the scope of this strategy, so nothing was "
             "synchronised: build and compile the model inside `with "
             "strategy.scope():`"
         )
-    elif not core.extended.ran and core.mesh.everybody.rank == 0:
+    elif not extended.ran and mesh.everybody.rank == 0:
         if ending.failure() is not None:
             return
         _logger.warning(
