@@ -33,6 +33,19 @@ class Compressing(NamedTuple):
     rate: float | None  # of an outer step of plain SGD; None where it is another one
 
 
+class Offer(NamedTuple):
+    """Changes of a worker for a round, beside those of its parameters."""
+
+    weight: tf.Tensor  # of its changes in the mean: shape [], float32
+    extra_changes: Sequence[tf.Tensor]  # of variables that nobody trains
+    words: tf.Tensor | None  # of the message in the place of large changes
+
+    def beside(self, whole: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return what goes to the servers, with changes that go whole."""
+        found = [*whole, *self.extra_changes]
+        return found if self.words is None else [*found, self.words]
+
+
 class OuterOnServers(ServedTogether):
     """Exchange of an outer optimizer, whose gradients are changes of parameters.
 
@@ -41,9 +54,12 @@ class OuterOnServers(ServedTogether):
         large: the indices of variables whose changes go in messages.
         layout: of their arena.
         extras: variables that nobody trains.
+        offer: of this worker to the round that comes.
         landed: shape [], bool; whether this worker's last change was in a round.
         anchors: of each variable, what this worker has fetched last.
     """
+
+    offer: Offer
 
     def __init__(
         self,
@@ -68,7 +84,6 @@ class OuterOnServers(ServedTogether):
         self.anchors: Sequence[Any] = ()
         with tf.init_scope(), tf.device("CPU:0"):
             self.landed = own_variable(tf.constant(False), "round_landed")
-        self._offered: Any = None
         args = self.name, job.servers, job.members
         self._messages: ServedMessages | None = None
         if self.large and self.compressing is not None:
@@ -92,30 +107,9 @@ class OuterOnServers(ServedTogether):
     ) -> Update:
         """Return changes, which are counted as they go."""
         found = super().gradients(local, taken_over, part)
-        sent = self._sent()
+        sent = self.offer.beside([self._local[i] for i in self._small])
         elements = sum(each.shape.num_elements() for each in sent)
         return found._replace(traffic=sums.traffic_of(_bytes(sent), elements, 0))
-
-    def offer(
-        self,
-        weight: tf.Tensor,
-        extra_changes: Sequence[tf.Tensor],
-        words: tf.Tensor | None,
-    ) -> None:
-        """Note what goes to the round with the changes of parameters.
-
-        Args:
-            weight: of this worker's changes in the mean: shape [], float32.
-            extra_changes: of the extras.
-            words: of the message in the place of large changes.
-        """
-        self._offered = weight, extra_changes, words
-
-    def _sent(self) -> list[tf.Tensor]:
-        """Return what goes to the servers."""
-        _, extras, words = self._offered
-        found = [*[self._local[i] for i in self._small], *extras]
-        return found if words is None else [*found, words]
 
     def push(self, update: Callable[..., None]) -> None:
         """Give this worker's changes, and take the step if that is its turn."""
@@ -132,9 +126,9 @@ class OuterOnServers(ServedTogether):
             self.extras.subtract(means[count:])
             self.version.assign_add(1)
 
-        sent = self._sent()
+        sent = self.offer.beside([self._local[i] for i in self._small])
         with tf.control_dependencies(self.rate.tell()):
-            landed, _ = self._together.push(sent, apply, self._offered[0])
+            landed, _ = self._together.push(sent, apply, self.offer.weight)
         self.landed.assign(landed)
         self._job.totals.add(pushes=tf.cast(landed, tf.int64), sent=_bytes(sent))
 

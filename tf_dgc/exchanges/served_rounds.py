@@ -32,7 +32,7 @@ from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.moved import Trained
-from tf_dgc.exchanges.outer_on_servers import Compressing, OuterOnServers
+from tf_dgc.exchanges.outer_on_servers import Compressing, Offer, OuterOnServers
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.served import Served
@@ -220,7 +220,7 @@ class LocalRounds(Exchange):
         if self._kept is not None:
             message = self._kept.message([changes[i] for i in self.outer.large])
         words = None if message is None else message.words
-        self.outer.offer(weight, changes[count:], words)
+        self.outer.offer = Offer(weight, changes[count:], words)
         self._common.tell(uncounted)
         self._local.step(changes[:count])
 

@@ -57,9 +57,26 @@ def implementation() -> tf.distribute.experimental.CommunicationImplementation:
 def _started(
     addresses: Sequence[str],
     rank: int,
+    timeout: float,
     found: tf.distribute.experimental.CommunicationImplementation,
 ) -> tf.distribute.Strategy:
-    """Start TensorFlow's server and its collectives; return what holds them."""
+    """Wait for all workers; start TensorFlow's server; return what holds that.
+
+    Raises:
+        RuntimeError: TensorFlow has already run operations.
+        TimeoutError: a worker did not come; the message names it.
+    """
+    if _host.tensorflow.tensorflow_has_started():
+        raise RuntimeError(
+            "TensorFlow has already run operations in this process, too late to "
+            "start its collectives. Create the strategy before any other "
+            "TensorFlow or Keras call."
+        )
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    local = [i for i, host in enumerate(hosts) if host == hosts[rank]]
+    base.claim_gpu(local.index(rank), len(local))
+    rendezvous.wait_for_peers(addresses, rank, timeout)
+    _host.tensorflow.configure_coordination(len(addresses), timeout)
     with _host.tensorflow.kept_sigterm():
         return tf.distribute.MultiWorkerMirroredStrategy(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -163,19 +180,8 @@ class CollectiveTransport(base.Transport):
         self.timeout = base.default_timeout() if timeout is None else timeout
         if addresses is None or rank is None:
             addresses, rank = rendezvous.read_tf_config(os.environ.get("TF_CONFIG", ""))
-        if _host.tensorflow.tensorflow_has_started():
-            raise RuntimeError(
-                "TensorFlow has already run operations in this process, too late to "
-                "start its collectives. Create the strategy before any other "
-                "TensorFlow or Keras call."
-            )
         self.rank, self.size = rank, len(addresses)
-        hosts = [address.rpartition(":")[0] for address in addresses]
-        local = [i for i, host in enumerate(hosts) if host == hosts[rank]]
-        base.claim_gpu(local.index(rank), len(local))
-        rendezvous.wait_for_peers(addresses, rank, self.timeout)
-        _host.tensorflow.configure_coordination(len(addresses), self.timeout)
-        self._strategy = _started(addresses, rank, found)
+        self._strategy = _started(addresses, rank, self.timeout, found)
         self.device = self._strategy.extended.worker_devices[0]
         self._turnstile = Turnstile()
         self._keys = GroupKeys(found.value.lower(), self.device)
@@ -184,8 +190,7 @@ class CollectiveTransport(base.Transport):
         peers = Peers(self.addresses, rank)
         args = peers, self.timeout, self._turnstile
         self._presence = presence = Presence(*args)
-        calls = self._turnstile.calls
-        Watchdog(calls, self.timeout, presence.abort, presence.in_vain)
+        Watchdog(self._turnstile.calls, self.timeout, presence.abort, presence.in_vain)
         ending.watch()
         atexit.register(Leaving(peers, self.timeout).leave)
 
