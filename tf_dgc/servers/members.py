@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc._host.shared import SharedVariable
+from tf_dgc.servers import places
 from tf_dgc.servers.chief_records import ChiefRecords, compare
 from tf_dgc.servers.meetings import Meetings
 from tf_dgc.servers.places import FAILED, HERE, LEFT, PlaceClaim, WorkerSigns
@@ -125,7 +126,7 @@ class Members:
         """
         self.is_first = bool(self.absent()[self.index])
         if self.signs.wait_for_end(self.index):
-            raise self._place.refused()
+            raise places.refused(self.index, self._place.holder)
         self._place.make(self.put)
         self.meetings.join()
         self._place.tell_name()
@@ -133,7 +134,7 @@ class Members:
         self.beat_once()
         time.sleep(_CLAIM_SECONDS)
         if not self.beat():
-            raise self._place.refused()
+            raise places.refused(self.index, self._place.holder)
 
     # The servers' variables.
 

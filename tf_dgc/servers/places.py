@@ -129,11 +129,17 @@ class PlaceClaim:
         self.ids.scatter_update(tf.IndexedSlices(0 * workers, tf.constant(workers)))
         return np.bool_(True)
 
-    def refused(self) -> ValueError:
-        """Return what is raised where a worker lives at this place."""
-        name = self._names[self._index].read_value().numpy().decode(errors="replace")
-        return ValueError(
-            "Each worker needs an index of its own, and each job servers of its own. "
-            f"Received: index={self._index}, at which a worker lives already: "
-            f"{ascii(name)[1:-1]}"
-        )
+    @property
+    def holder(self) -> str:
+        """Name of who has the place, for people."""
+        name = self._names[self._index].read_value().numpy()
+        return str(name.decode(errors="replace"))
+
+
+def refused(index: int, holder: str) -> ValueError:
+    """Return what is raised where a worker lives at the place of another."""
+    return ValueError(
+        "Each worker needs an index of its own, and each job servers of its own. "
+        f"Received: index={index}, at which a worker lives already: "
+        f"{ascii(holder)[1:-1]}"
+    )
