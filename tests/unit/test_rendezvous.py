@@ -346,6 +346,59 @@ class LeavingTest(tf.test.TestCase):
         self.assertIn("vain", told)
         self.assertIn("worker 1 in no more, as its script has ended", told)
 
+    def told_of_abort(self, publish: Any) -> str:
+        """Return what is said where worker 1 of three has waited too long."""
+        calls = mock.Mock(where=turnstile.STEP)
+        calls.calls.numpy.return_value = 7
+        three = peers.Peers(["a:1", "b:1", "c:1"], 1)
+        own = presence.Presence(three, 5.0, calls)
+
+        def wait_for_key(key: str, seconds: float) -> str:
+            if key == "tf_dgc/waits/7/0":
+                return turnstile.STEP
+            raise tf.errors.DeadlineExceededError(None, None, key)
+
+        with (
+            mock.patch.object(_host.tensorflow, "wait_for_key", wait_for_key),
+            mock.patch.object(_host.tensorflow, "publish", publish),
+            mock.patch.object(_host.tensorflow, "abort_collectives") as abort,
+            mock.patch.object(rendezvous, "unreachable", return_value=[]),
+        ):
+            self.assertFalse(own.in_vain(7))
+            own.abort()
+        return str(abort.call_args.args[0])
+
+    def test_who_is_not_in_the_collective_is_named(self) -> None:
+        told = self.told_of_abort(mock.Mock())
+        self.assertIn("worker 0 in a step; worker 1 in a step", told)
+        self.assertTrue(told.endswith(" Not in it: worker 2 (c:1)."), told)
+
+    def test_so_is_who_has_the_service_where_that_is_silent(self) -> None:
+        silent = tf.errors.DeadlineExceededError(None, None, "silent")
+        told = self.told_of_abort(mock.Mock(side_effect=silent))
+        self.assertTrue(told.endswith(" Not in it: worker 0 (a:1)."), told)
+
+    def test_nobody_waits_for_ever_for_a_silent_service(self) -> None:
+        answers = threading.Event()
+        context = mock.Mock()
+        context.set_config_key_value = lambda key, value: answers.wait()
+        with (
+            mock.patch.object(_host.tensorflow.context, "context", lambda: context),
+            mock.patch.object(_host.tensorflow, "_ANSWER_SECONDS", 0.05),
+        ):
+            with self.assertRaisesRegex(tf.errors.OpError, "worker 0 is silent"):
+                _host.tensorflow.publish("key")
+            answers.set()
+            _host.tensorflow.publish("key")
+
+    def test_one_that_is_stopped_for_less_than_the_timeout_is_not_missed(self) -> None:
+        context = mock.Mock()
+        with mock.patch.object(_host.tensorflow.context, "context", lambda: context):
+            _host.tensorflow.configure_coordination(2, 40.0)
+        given = context.configure_coordination_service.call_args.kwargs
+        # Each half of it a worker speaks, and waits as long for an answer.
+        self.assertGreaterEqual(given["heartbeat_timeout_in_ms"] / 2, 40_000)
+
     def all_leave(self, *published: str) -> bool:
         calls = mock.Mock()
         calls.calls.numpy.return_value = 8

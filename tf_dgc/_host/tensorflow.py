@@ -16,6 +16,8 @@ with probe.imports():
     from tensorflow.python.framework import kernels, op_def_registry
     from tensorflow.python.ops import control_flow_util
 
+_ANSWER_SECONDS = 5.0  # of TensorFlow's coordination service
+
 
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
@@ -74,7 +76,11 @@ def configure_coordination(workers: int, timeout: float) -> None:
 
     tensorflow/python/eager/context.py: Context.configure_coordination_service.
     MultiWorkerMirroredStrategy leaves alone what is already configured, and by itself
-    waits for an hour.
+    waits for an hour at the start, and for ten seconds for a worker that is stopped.
+
+    A worker tells that it lives each half of the time of heartbeats, for which it also
+    waits for an answer: twice the timeout outlasts each stop that is shorter than that,
+    so that a `Watchdog` ends a longer one.
     """
     job = context.coordination_config_pb2.CoordinatedJob(
         name="worker", num_tasks=workers
@@ -83,6 +89,7 @@ def configure_coordination(workers: int, timeout: float) -> None:
         service_type="standalone",
         service_leader="/job:worker/replica:0/task:0",
         cluster_register_timeout_in_ms=int(timeout * 1000),
+        heartbeat_timeout_in_ms=int(2 * timeout * 1000),
         coordinated_jobs=[job],
     )
 
@@ -107,18 +114,47 @@ def report_failure(message: str) -> None:
     tensorflow/python/eager/context.py: Context.report_error_to_cluster.
 
     Raises:
-        tf.errors.OpError: TensorFlow's coordination service is gone.
+        tf.errors.OpError: TensorFlow's coordination service is gone, or silent.
     """
     code = tf.errors.AbortedError(None, None, message).error_code
-    context.context().report_error_to_cluster(code, message)
+    _answered(lambda: context.context().report_error_to_cluster(code, message))
 
 
 def publish(key: str, value: str = "1") -> None:
     """Set a key in TensorFlow's coordination service, for all workers to see.
 
     tensorflow/python/eager/context.py: Context.set_config_key_value.
+
+    Raises:
+        tf.errors.OpError: the service is gone, or silent.
     """
-    context.context().set_config_key_value(key, value)
+    _answered(lambda: context.context().set_config_key_value(key, value))
+
+
+def _answered(tell: Callable[[], None]) -> None:
+    """Tell the service something, and wait for its answer: for a time.
+
+    TensorFlow waits for ever where the process that has the service is stopped.
+
+    Raises:
+        tf.errors.OpError: the service is gone, or silent.
+    """
+    failures: list[tf.errors.OpError] = []
+
+    def run() -> None:
+        try:
+            tell()
+        except tf.errors.OpError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    if thread.is_alive():
+        text = f"The service of worker 0 is silent for {_ANSWER_SECONDS:g} s"
+        raise tf.errors.DeadlineExceededError(None, None, text)
+    if failures:
+        raise failures[0]
 
 
 def wait_for_key(key: str, timeout: float) -> str:

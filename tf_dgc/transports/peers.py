@@ -33,6 +33,11 @@ class Peers:
         """Return workers with their addresses."""
         return ", ".join(f"{rank} ({self._addresses[rank]})" for rank in ranks)
 
+    def absent(self, ranks: Iterable[int]) -> str:
+        """Say which workers are not in a collective; "" where there are none."""
+        each = self.named(sorted(ranks))
+        return f" Not in it: worker {each}." if each else ""
+
     def unreachable(self, among: Sequence[int] | None = None) -> list[int]:
         """Return the ranks of others that do not answer now.
 

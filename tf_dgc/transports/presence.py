@@ -44,6 +44,7 @@ class Presence:
         self.peers, self.timeout, self._turnstile = peers, timeout, turnstile
         self._places: dict[int, str] = {}  # where workers wait, and in which call
         self._waits = -1
+        self._is_answered = True  # by the service, which worker 0 has
         self._done_since: dict[int, float] = {}
         self._trainings = 0  # begun
         self._left: dict[int, tuple[str, float]] = {}  # why, and since when
@@ -88,6 +89,8 @@ class Presence:
         """Abort collectives, which others have not entered; name those."""
         self._places.setdefault(self.peers.rank, self._turnstile.where)
         text = complaint(self.peers.rank, self.timeout, self._places)
+        others = set(self.peers.others) - self._places.keys()
+        text += self.peers.absent(others if self._is_answered else [0])
         _host.tensorflow.abort_collectives(text + self.peers.missing())
 
     def in_vain(self, calls: int) -> bool:
@@ -102,8 +105,10 @@ class Presence:
             return False  # it went on meanwhile
         if own != self._places.get(self.peers.rank) or self._waits != calls:
             self._places, self._waits = {self.peers.rank: own}, calls
+            self._is_answered = False
             with contextlib.suppress(tf.errors.OpError):
                 _host.tensorflow.publish(f"{key}/{self.peers.rank}", own)
+                self._is_answered = True
         for peer in {*self.peers.others, self.peers.rank} - self._places.keys():
             with contextlib.suppress(tf.errors.OpError):
                 self._places[peer] = _host.tensorflow.wait_for_key(
@@ -162,9 +167,7 @@ class PresenceApart:
         absent = [peer for peer in self._others if not _is_published(self._key(peer))]
         peers, timeout = self._presence.peers, self._presence.timeout
         text = complaint(peers.rank, timeout, {peers.rank: self._turnstile.where})
-        if absent:
-            text += f" Not in it: worker {peers.named(absent)}."
-        text += peers.missing(among=self._ranks)
+        text += peers.absent(absent) + peers.missing(among=self._ranks)
         _host.tensorflow.abort_collectives(text)
 
     def in_vain(self, calls: int) -> bool:
