@@ -34,7 +34,7 @@ here may join at any time, from other machines too, and leave:
     tf-dgc-run -n 2 --ps 1 --seats 8 --door box:7000 train.py     # on the machine "box"
     tf-dgc-run --join box:7000 train.py                           # on any other
 
-A worker that joins gets SIGTERM at the end of the job, which is its good end.
+A worker that joins gets SIGTERM at the end of the job, and ends with the job's status.
 
 `--trials G` is for a script that searches hyperparameters with KerasTuner: the workers
 are G groups, each of which trains one trial at a time. One process more runs the

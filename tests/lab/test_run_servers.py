@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import unittest
+from typing import Any
 
 import pytest
 import sshd
@@ -91,7 +92,8 @@ class JoiningTest(WithServers):
         self.assertIn(f"others join with tf-dgc-run --join 127.0.0.1:{port}", err)
         self.assertIn("[ps0] told to end", out)
 
-    def test_a_guest_whose_job_is_lost_fails_and_says_so(self) -> None:
+    def guest(self) -> tuple[door.Door, Any]:
+        """Return the door of a job, and a guest that trains in it."""
         entrance = door.Door("127.0.0.1", 0, [1])
         self.addCleanup(entrance._listener.close)
         entrance.open({"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "seat-1:1"]})
@@ -102,6 +104,17 @@ class JoiningTest(WithServers):
             """)
         guest = self.start("--join", entrance.address, script)
         self.assertIn("trains", guest.stdout.readline())
+        return entrance, guest
+
+    def test_a_guest_of_a_job_that_fails_ends_with_its_status_and_says_so(self) -> None:
+        entrance, guest = self.guest()
+        entrance.see_off(30.0, 3)
+        status, _, err = finish(guest)
+        self.assertEqual(status, 3, err)
+        self.assertIn(f"the job at {entrance.address} has ended with status 3", err)
+
+    def test_a_guest_whose_job_is_lost_fails_and_says_so(self) -> None:
+        entrance, guest = self.guest()
         entrance._guests[1].shutdown(socket.SHUT_RDWR)  # as where the launcher dies
         status, _, err = finish(guest)
         self.assertEqual(status, 1, err)
@@ -149,7 +162,7 @@ class DoorTest(unittest.TestCase):
         again = door.GuestSeat(*place)
         self.assertEqual(again.index, 1)
         threading.Timer(0.1, lambda: (again.leave(), second.leave())).start()
-        entrance.see_off(30.0)
+        entrance.see_off(30.0, 0)
         self.assertEqual(entrance._guests, {})
 
     def test_what_does_not_go_together_is_refused(self) -> None:

@@ -5,8 +5,8 @@ and a number that no other worker has, and keeps the seat for as long as the con
 lasts. At the end of the job all are told.
 
 A line of JSON goes each way: {"tf_dgc": version} there; {"cluster": .., "index": ..},
-or {"error": text}, back; and {"end": true} at the end. Nobody is asked who they are,
-as with the servers: the network must be a private one.
+or {"error": text, "later": bool}, back; and {"end": status} at the end. Nobody is asked
+who they are, as with the servers: the network must be a private one.
 """
 
 import contextlib
@@ -113,18 +113,19 @@ class Door:
         if version != __version__:
             return {"error": f"the job has tf_dgc {__version__}, this is {version}"}
         if not self._cluster:
-            return {"error": "the job has not begun, or has ended"}
+            return {"error": "the job has not begun, or has ended", "later": True}
         with self._lock:
             if not self._free:
-                return {"error": "all seats of the job are taken (--seats)"}
+                taken = "all seats of the job are taken (--seats)"
+                return {"error": taken, "later": True}
             return {"cluster": self._cluster, "index": self._free.pop(0)}
 
-    def see_off(self, seconds: float) -> None:
-        """Tell all that the job ends; wait until they have left, or for a time."""
+    def see_off(self, seconds: float, status: int) -> None:
+        """Tell all how the job ends; wait until they have left, or for a time."""
         self._cluster = {}
         for guest in list(self._guests.values()):
             with contextlib.suppress(OSError):
-                _send(guest, {"end": True})
+                _send(guest, {"end": status})
         until = time.monotonic() + seconds
         while self._guests and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
@@ -136,7 +137,7 @@ class GuestSeat:
     Attributes:
         index: number of the worker.
         over: whether it is over, as the job has ended or is lost.
-        ended: whether the job has said that it ends.
+        ended: the status with which the job has said that it ends, or None.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -145,7 +146,8 @@ class GuestSeat:
         Raises:
             CannotStart: nobody listens there, or there is no seat.
         """
-        self.over = self.ended = self._given_back = False
+        self.ended: int | None = None
+        self.over = self._given_back = False
         where = f"{host}:{port}"
         try:
             self._socket = socket.create_connection((host, port), _ANSWER_SECONDS)
@@ -159,13 +161,14 @@ class GuestSeat:
             self._socket.close()
             lines.close()
             reason = answer.get("error", "it is no door of tf-dgc-run")
-            raise NotThere(f"cannot join the job at {where}: {reason}")
+            kind = CannotStart if answer.get("later") else NotThere
+            raise kind(f"cannot join the job at {where}: {reason}")
         self.index, self._cluster = int(answer["index"]), dict(answer["cluster"])
         threading.Thread(target=self._listen, args=[lines], daemon=True).start()
 
     def _listen(self, lines: IO[bytes]) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self.ended = bool(lines.readline(_LINE))
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            self.ended = int(json.loads(lines.readline(_LINE))["end"])
         self.over = not self._given_back
 
     def config(self) -> str:
@@ -213,6 +216,7 @@ class Guests(WorkerProcesses):
         self._grace, self._place = grace, place
         self._seats: list[GuestSeat] = []
         self._told: dict[int, float] = {}  # when each was told to end
+        self._said = False  # how the job has ended
         try:
             for _ in range(count):
                 self._seats.append(GuestSeat(*place))
@@ -224,22 +228,28 @@ class Guests(WorkerProcesses):
             raise
 
     def exit_codes(self) -> list[int | None]:
-        """Return the exit codes: 0 at the end of the job, not where it is lost."""
+        """Return the exit codes; at the end of the job each is its status."""
         found, now = super().exit_codes(), time.monotonic()
         for k, seat in enumerate(self._seats):
             if not seat.over:
                 continue
+            self._tell_of(seat.ended)
             if found[k] is not None:
-                found[k] = 0 if seat.ended else found[k] or 1
+                found[k] = (found[k] or 1) if seat.ended is None else seat.ended
             elif k not in self._told:
                 self._told[k] = now
-                if not seat.ended:
-                    host, port = self._place
-                    self._view.note(f"the job at {host}:{port} is lost")
                 self.signal(signal.SIGTERM, [k])
             elif now > self._told[k] + self._grace:
                 self.signal(signal.SIGKILL, [k])
         return found
+
+    def _tell_of(self, ended: int | None) -> None:
+        """Say, once, that the job is lost or has failed."""
+        host, port = self._place
+        if ended != 0 and not self._said:
+            how = "is lost" if ended is None else f"has ended with status {ended}"
+            self._view.note(f"the job at {host}:{port} {how}")
+        self._said = True
 
     def kill(self, give_up: Any = lambda: False) -> None:
         """End what is left, and give the seats back."""

@@ -103,7 +103,8 @@ class Job:
     Attributes:
         received: the signals that came to this process, and are passed on.
         view: shows what is to be seen.
-        before_servers: called when all workers have ended, and servers have not.
+        before_servers: called with the job's status when all workers have ended, and
+            servers have not.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Job:
             view: shows what is to be seen; by default all.
         """
         self.view = screen.All() if view is None else view
-        self.before_servers: Callable[[], None] = lambda: None
+        self.before_servers: Callable[[int], None] = lambda status: None
         output.NAME[0] = name
         output.open_standard_files()
         self._grace, self._tasks = grace, tasks or Tasks(0)
@@ -190,7 +191,7 @@ class Job:
         elif end.reason:
             self._say(f"{end.reason}; ending all workers")
         sent = signal.Signals(self.received[0]) if self.received else signal.SIGTERM
-        self._finish(group, sent)
+        self._finish(group, sent, end.status)
         self.view.ended(end.worker)
         final = bool(self.received) or end.status in (0, TIMED_OUT)
         return end.status, final
@@ -211,7 +212,7 @@ class Job:
     def _next_attempt(self) -> int | None:
         return self._again + 1 if self._again < self._restarts else None
 
-    def _finish(self, group: Group, sent: int) -> None:
+    def _finish(self, group: Group, sent: int, status: int) -> None:
         """End the workers by a signal, then the servers, then what is left."""
         seen, last = len(self.received), time.monotonic() + self._grace
         count = len(group.exit_codes())
@@ -221,7 +222,7 @@ class Job:
             (range(workers, count), signal.SIGTERM),
         ):
             if tasks.start:
-                self.before_servers()
+                self.before_servers(status)
             group.signal(signum, tasks)
             while any(code is None for code in _of(group.exit_codes(), tasks)):
                 if time.monotonic() > last or len(self.received) > seen:
