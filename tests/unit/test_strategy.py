@@ -558,6 +558,23 @@ class NoHorovodTest(tf.test.TestCase):
         ):
             horovod.initialize(10.0)
 
+    def test_half_of_what_horovodrun_tells_names_what_is_missing(self) -> None:
+        half = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}
+        hvd = mock.Mock(**{"size.return_value": 2, "rank.return_value": 0})
+        modules = {"horovod": mock.Mock(tensorflow=hvd), "horovod.tensorflow": hvd}
+        with (
+            mock.patch.dict(sys.modules, modules),
+            mock.patch.dict("os.environ", half, clear=True),
+        ):
+            with self.assertRaisesRegex(
+                RuntimeError,
+                "Received: HOROVOD_SIZE=2, no HOROVOD_GLOO_RENDEZVOUS_ADDR, no .*_PORT",
+            ):
+                horovod.initialize(10.0)
+            hvd.init.assert_not_called()
+            os.environ["OMPI_COMM_WORLD_SIZE"] = "2"  # MPI tells the rest
+            self.assertEqual(horovod.initialize(10.0), (0, 2))
+
     def test_one_without_mpi_does_not_take_processes_of_srun_for_jobs(self) -> None:
         alone = mock.Mock(**{"size.return_value": 1, "rank.return_value": 0})
         modules = {"horovod": mock.Mock(tensorflow=alone), "horovod.tensorflow": alone}

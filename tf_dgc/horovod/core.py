@@ -16,7 +16,7 @@ from tf_dgc.exchanges.base import TakenOver
 from tf_dgc.horovod.options import Terms
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
-from tf_dgc.transports.horovod import HorovodTransport, import_horovod
+from tf_dgc.transports.horovod import HorovodTransport, import_horovod, require_told
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.mesh import HierarchicalTransport, Mesh
 from tf_dgc.values import mapped
@@ -118,6 +118,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     options = {"comm": comm, "process_sets": process_sets}
     given = {name: value for name, value in options.items() if value is not None}
     if given and not is_initialized():
+        require_told()
         import_horovod().init(**given)
     transport()
     if not import_horovod().is_initialized():  # after `shutdown`

@@ -20,6 +20,8 @@ from tf_dgc.transports.watchdog import Watchdog, complaint
 
 _logger = logging.getLogger("tf_dgc")
 
+# What horovodrun tells each process; mpirun tells by names of its own.
+_GLOO = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 # What Open MPI, MPICH and Slurm's PMI tell each process.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -48,6 +50,26 @@ def has_mpi() -> bool:
         return False
 
 
+def require_told() -> None:
+    """Refuse a process that is one of several, and not told where the others are.
+
+    Horovod itself would abort the process, or take it for the only one.
+
+    Raises:
+        RuntimeError: a variable is missing; the message names it.
+    """
+    told, size = os.environ, os.environ.get("HOROVOD_SIZE") or "1"
+    by_mpi = told.get("HOROVOD_CONTROLLER") == "mpi" or any(map(told.get, MPI_SIZES))
+    missing = [name for name in _GLOO if not told.get(name)]
+    if size != "1" and missing and not by_mpi:
+        raise RuntimeError(
+            "Horovod must be told which of several processes this one is, and where "
+            f"they meet. Received: HOROVOD_SIZE={size}, no {', no '.join(missing)}. "
+            "Start all of them by horovodrun; or unset HOROVOD_SIZE, for tf-dgc-run or "
+            "TF_CONFIG, or to train alone"
+        )
+
+
 def initialize(timeout: float) -> tuple[int, int]:
     """Start Horovod, let a stalled collective fail, claim the GPU of the local rank.
 
@@ -59,8 +81,10 @@ def initialize(timeout: float) -> tuple[int, int]:
 
     Raises:
         ImportError: Horovod is not installed, or was built against another TensorFlow.
-        RuntimeError: Horovod sees one worker where MPI started several.
+        RuntimeError: Horovod sees one worker where MPI started several, or is not told
+            where the others are.
     """
+    require_told()
     # Read by Horovod when it starts; what the user has set stays.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(timeout) or 1))
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # for `group`
