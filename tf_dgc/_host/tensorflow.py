@@ -4,6 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import tensorflow as tf
@@ -139,22 +140,22 @@ def _answered(tell: Callable[[], None]) -> None:
     Raises:
         tf.errors.OpError: the service is gone, or silent.
     """
-    failures: list[tf.errors.OpError] = []
+    answer: futures.Future[None] = futures.Future()
 
     def run() -> None:
         try:
             tell()
         except tf.errors.OpError as error:
-            failures.append(error)
+            answer.set_exception(error)
+        else:
+            answer.set_result(None)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_SECONDS)
-    if thread.is_alive():
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer.result(_ANSWER_SECONDS)
+    except TimeoutError:
         text = f"The service of worker 0 is silent for {_ANSWER_SECONDS:g} s"
-        raise tf.errors.DeadlineExceededError(None, None, text)
-    if failures:
-        raise failures[0]
+        raise tf.errors.DeadlineExceededError(None, None, text) from None
 
 
 def wait_for_key(key: str, timeout: float) -> str:
