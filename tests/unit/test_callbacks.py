@@ -654,12 +654,12 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
                 callbacks=[callbacks.BackupState(self.backup)],
             )
 
-    def fit_small(self, units: int, rows: int) -> None:
+    def fit_small(self, units: int, rows: int, optimizer: str = "sgd") -> None:
         with tf_dgc.DenseStrategy(transport="local").scope():
             hidden = keras.layers.Dense(units, name="hidden")
             layers = [keras.Input((2,)), hidden, keras.layers.Dense(1)]
             model = keras.Sequential(layers)
-            model.compile("sgd", "mse")
+            model.compile(optimizer, "mse")
         data = tf.data.Dataset.from_tensors((tf.ones([3, 2]), tf.ones([3, 1])))
         backup = callbacks.BackupState(self.backup)
         model.fit(data.repeat(rows), epochs=2, verbose=0, callbacks=[backup])
@@ -708,6 +708,13 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("hidden/kernel' has shape (2, 4) in it, and (2, 5) here", told)
         self.assertNotIn("[", told)
         self.assertTrue(caught.exception.__suppress_context__)
+
+    def test_a_backup_of_another_optimizer_is_refused(self) -> None:
+        self.fit_small(4, 3)
+        with self.assertRaisesRegex(
+            ValueError, "another optimizer: 'adam' has 2 variables in it, and 10 here"
+        ):
+            self.fit_small(4, 3, "adam")
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import pathlib
 import re
 import shutil
 import threading
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent import futures
@@ -37,6 +38,8 @@ _OF_SHAPES = re.compile(
     r"Target variable: <Variable path=([^,]*),"
 )
 _ARRAY = re.compile(r", value=[^>]*")
+_SKIPPED = "Skipping variable loading for optimizer"
+_OF_COUNTS = re.compile(_SKIPPED + r" ('.*?'), because it has (\d+) .* has (\d+) ")
 
 
 class Position(NamedTuple):
@@ -273,13 +276,22 @@ def write_weights(model: keras.Model, path: pathlib.Path) -> None:
 def naming(path: pathlib.Path) -> Iterator[None]:
     """Let errors of HDF5 and Keras, which name no file, name this one."""
     try:
-        yield
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        with warnings.catch_warnings():
+            # Keras leaves an optimizer as it is that has other variables.
+            warnings.filterwarnings("error", _SKIPPED)
+            yield
+    except (OSError, KeyError, RuntimeError, ValueError, UserWarning) as error:
         text = str(error)
         if (found := _OF_SHAPES.search(text)) is not None:
             here, there, name = found.groups()
             what = (
                 f"of another model: {name!r} has shape {there} in it, and {here} here"
+            )
+        elif (found := _OF_COUNTS.search(text)) is not None:
+            name, here, there = found.groups()
+            what = (
+                f"of another optimizer: {name} has {there} variables in it, and {here} "
+                "here"
             )
         else:
             what = f"damaged, or of another model: {_ARRAY.sub('', text)}"
