@@ -410,6 +410,59 @@ class RuleTest(tf.test.TestCase):
                 self.assertAllClose(value, before[i] - mean, rtol=1e-5, atol=1e-5)
             self.assertEqual(int(job.turns(1)._step.read_value()), 1)
 
+    def replaced(self, job: Job, seat: Any, name: str) -> Any:
+        """Let worker 0 be stopped before a call of its step, and replaced; it wakes.
+
+        Returns:
+            What the servers hold by then.
+        """
+        self.enter(job, range(2))
+        asleep, wakes, raised = threading.Event(), threading.Event(), list[Any]()
+        call = getattr(seat, name)
+
+        def late(*args: Any) -> Any:
+            asleep.set()
+            wakes.wait(TIMEOUT)
+            return call(*args)
+
+        def step() -> None:
+            with mock.patch.object(seat, name, late):
+                try:
+                    job.step(0, drawn(0, 0))
+                except tf.errors.InvalidArgumentError as error:
+                    raised.append(error)
+
+        sleeper = threading.Thread(target=step)
+        sleeper.start()
+        asleep.wait(TIMEOUT)
+        job.dead.add(0)
+        self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
+        held = job.value()
+        wakes.set()
+        sleeper.join()
+        self.assertRegex(str(*raised), "another one has taken it: this worker ends")
+        return held
+
+    def test_who_was_replaced_before_it_wrote_does_not_write(
+        self,
+    ) -> None:
+        job = Job(2, rule=Rule(1), liveness=0.3)
+        held = self.replaced(job, job.turns(0), "arrived")
+        for value, expected in zip(job.value(), held, strict=True):
+            self.assertAllEqual(value, expected)
+        self.assertEqual(int(job.turns(1)._step.read_value()), 1)
+        self.assertEqual(job.step(1, drawn(1, 1)), (True, False))
+        self.assertLen(job.applied, 2)
+
+    def test_who_was_replaced_and_has_written_stops_all(self) -> None:
+        job = Job(2, rule=Rule(1), liveness=0.3)
+        self.replaced(job, job.together[0]._twins[1], "assign_sub")
+        self.assertEqual(int(job.turns(1)._step.read_value()), 1)
+        with self.assertRaisesRegex(
+            tf.errors.InvalidArgumentError, "while it applied a step for all"
+        ):
+            job.step(1, drawn(1, 1))
+
 
 class FaultsTest(parameterized.TestCase):
     """Workers die at moments that are drawn, also while they apply a step."""

@@ -153,13 +153,22 @@ class Together:
             with tf.control_dependencies(kept):
                 arrived = turns.arrived()
                 means = self._means(arrived, whole)
+            quorum, begins = turns.quorum, list[Any]()
+            if quorum is not None:
+                parts = [part for mean in means for part in mean.parts]
+                with tf.control_dependencies(parts):
+                    begins = [quorum.fence.require_open()]
+            with tf.control_dependencies(begins):
                 after = completed(lambda: apply(means))
+            if quorum is None:
+                with tf.control_dependencies(after):
+                    turns.count()
+                return
             with tf.control_dependencies(after):
-                own, noted = turns.own.read_value(), list[Any]()
-                if turns.quorum is not None:
-                    noted = [turns.quorum.note(arrived.workers, own)]
-            with tf.control_dependencies([*after, *noted]):
-                turns.count()
+                own = turns.own.read_value()
+                noted = quorum.note(arrived.workers, own)
+            with tf.control_dependencies([*after, noted]):
+                quorum.fence.guard(turns.count)
 
         given = tf.cond(in_time, give, lambda: tf.constant(False))
         with tf.control_dependencies([given]):

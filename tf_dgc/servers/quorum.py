@@ -1,5 +1,8 @@
 """Quorum of a step in which nothing is dropped: when it is taken, and of whom it was.
 
+A worker that is stopped for longer than `liveness` while it applies a step is replaced
+as a dead one is; a fence keeps it from writing when it wakes.
+
 Axis: W workers. All variables are on server 0.
 """
 
@@ -8,7 +11,102 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tf_dgc import values
 from tf_dgc.servers.members import Members
+
+_TORN = -1
+
+
+class Fence:
+    """Fence around what workers change for all: who was replaced may change no more.
+
+    It has a number, which each replacement counts up; a worker notes it before it draws
+    a lot, and may write while it is the same.
+    """
+
+    def __init__(self, make: Callable[..., Any], device: str) -> None:
+        """Make the variables.
+
+        Args:
+            make: takes name, type and shape of a variable on server 0.
+            device: of server 0.
+        """
+        self._device, self._number = device, make("fence")
+        own = tf.VariableSynchronization.NONE
+        with tf.init_scope(), tf.device("CPU:0"):
+            zero = tf.constant(0, tf.int64)
+            self._noted = tf.Variable(zero, trainable=False, synchronization=own)
+
+    def begin(self) -> None:
+        """Give the first value: nobody was replaced."""
+        self._number.assign(tf.zeros([], tf.int64))
+
+    def note(self) -> tf.Tensor:
+        """Note the number, before this worker draws a lot; return it."""
+        with tf.device(self._device):
+            number = self._number.read_value()
+        with tf.device("CPU:0"):
+            self._noted.assign(number)
+            return self._noted.read_value()
+
+    def replace(self) -> tf.Tensor:
+        """Keep out who had the turn before, for this worker; return the number."""
+        with tf.device(self._device):
+            number = self._number.take_number()
+        with tf.device("CPU:0"):
+            self._noted.assign(tf.identity(number) + 1)
+            return self._noted.read_value()
+
+    def is_open(self) -> tf.Tensor:
+        """Tell whether this worker may write: shape [], bool; on server 0."""
+        noted = self._noted.read_value()
+        with tf.device(self._device):
+            return self._number.read_value() == tf.identity(noted)
+
+    def require_open(self) -> tf.Tensor:
+        """Require that this worker may write."""
+        with tf.device(self._device):
+            return values.require(self.is_open(), _replaced)
+
+    def guard(self, end: Callable[[], None]) -> None:
+        """End what this worker writes, if it may; else tell all that it has, and raise.
+
+        Args:
+            end: lets all go on.
+        """
+
+        def go_on() -> tf.Tensor:
+            end()
+            return tf.constant(True)
+
+        def tear() -> tf.Tensor:
+            with tf.device(self._device):
+                self._number.assign(tf.constant(_TORN, tf.int64))
+                torn = self._number.read_value()
+            with tf.control_dependencies([torn]), tf.device("CPU:0"):
+                return values.require(tf.constant(False), _replaced)
+
+        with tf.device("CPU:0"):
+            is_open = tf.identity(self.is_open())
+        tf.cond(is_open, go_on, tear)
+
+    def require_whole(self, told: Callable[[], list[Any]]) -> tf.Tensor:
+        """Require that nobody has written that was replaced.
+
+        Args:
+            told: returns what the error says.
+        """
+        with tf.device(self._device):
+            number = self._number.read_value()
+        with tf.device("CPU:0"):
+            return values.require(tf.identity(number) >= 0, told)
+
+
+def _replaced() -> list[Any]:
+    return [
+        "This worker was not heard of for longer than `liveness` while it took a step "
+        "for all, and another one has taken it: this worker ends"
+    ]
 
 
 class Rule(NamedTuple):
@@ -23,6 +121,7 @@ class Quorum:
 
     Attributes:
         rule: when a step is taken.
+        fence: around what who applies a step changes.
     """
 
     def __init__(
@@ -40,11 +139,13 @@ class Quorum:
         each = [members.workers]
         self._times = make("times", tf.float64, each)  # of arrival
         self._counted = make("counted", shape=each)  # in this step, plus 1
+        self.fence = Fence(make, device)
 
     def begin(self) -> None:
         """Give first values: nobody has come."""
         for variable in (self._times, self._counted):
             variable.assign(tf.zeros(variable.shape, variable.dtype))
+        self.fence.begin()
 
     def arrive(self) -> list[tf.Tensor]:
         """Note the time at which this worker arrives; return what comes after it."""
@@ -108,6 +209,8 @@ class Quorum:
             expelled = tf.numpy_function(
                 self._members.expel, [named], tf.bool, stateful=True
             )
-        with tf.control_dependencies([expelled]), tf.device(self._device):
+        with tf.control_dependencies([expelled]):
+            replaced = self.fence.replace()
+        with tf.control_dependencies([replaced]), tf.device(self._device):
             self._members.put(appliers, step + 1)
         return tf.constant(True)

@@ -11,7 +11,8 @@ ends `fit`, the others end theirs.
 By a `Rule` a step waits for a quorum, or for a time after its first gradient, and what
 comes later counts in the next one: a worker learns by a mark whether its own was in the
 step. Nobody is stopped then. Who applies a step has kept a copy of all that it changes;
-should it die, the first of those that wait begins once more, from there.
+should it die, the first of those that wait begins once more, from there. Should it wake
+after that, a fence keeps it from writing; if it has written, all stop.
 
 Workers that train at the same time do so in a round: by its number those that are in
 another `fit`, or wait for the next one, hold nobody back. It is not counted by visits:
@@ -29,7 +30,7 @@ import tensorflow as tf
 from tf_dgc import values
 from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, SUBJECT, Attendance
 from tf_dgc.servers.members import Members
-from tf_dgc.servers.quorum import Quorum, Rule
+from tf_dgc.servers.quorum import Fence, Quorum, Rule
 from tf_dgc.servers.shared import Servers
 
 _LOTS = 2**20  # of a step; each worker draws one at most
@@ -53,10 +54,15 @@ class Lots:
     """
 
     def __init__(
-        self, drawn: Any, appliers: Any, members: Members, servers: Servers
+        self,
+        drawn: Any,
+        appliers: Any,
+        members: Members,
+        servers: Servers,
+        fence: Fence | None,
     ) -> None:
-        """Take the variables of the servers."""
-        self.drawn, self.appliers = drawn, appliers
+        """Take the variables of the servers, and a fence if an applier is replaced."""
+        self.drawn, self.appliers, self._fence = drawn, appliers, fence
         self._members, self._device = members, servers.devices[0]
 
     def begin(self, step: tf.Tensor) -> tf.Tensor:
@@ -72,8 +78,10 @@ class Lots:
         """
         with tf.device(self._device):
             self._members.put(self.appliers, own + 1)
-            noted = self.appliers.read_value()
-        with tf.control_dependencies([noted]), tf.device(self._device):
+            noted = [self.appliers.read_value()]
+        if self._fence is not None:
+            noted.append(self._fence.note())
+        with tf.control_dependencies(noted), tf.device(self._device):
             lot = self.drawn.take_number()
         with tf.device("CPU:0"):
             lot = tf.identity(lot)
@@ -126,16 +134,17 @@ class Turns:
 
         each = [members.workers]
         self._step = make("step")
-        lots = make("lots")
         # Steps are told by their number plus 1: 0 is none.
         self._arrived = make("arrived", shape=each)
         self._weights = make("weights", tf.float32, each)
-        self._lots = Lots(lots, make("appliers", shape=each), members, servers)
         own_make = functools.partial(make, shape=each)
         self.attendance = Attendance(own_make, members, rule or Rule())
         self.quorum: Quorum | None = None
         if rule is not None:
             self.quorum = Quorum(rule, make, members, self._device)
+        fence = None if self.quorum is None else self.quorum.fence
+        lots = make("lots"), make("appliers", shape=each)
+        self._lots = Lots(*lots, members, servers, fence)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.constant(0, tf.int64)
@@ -192,6 +201,7 @@ class Turns:
         who is to apply it in the place of one that is dead. Shape [7], int64.
         """
         own, own_round = self.own.read_value(), self.attendance.round.read_value()
+        whole = [] if self.quorum is None else [self.quorum.fence.require_whole(_torn)]
         with tf.device(self._device):
             own, own_round = tf.identity(own), tf.identity(own_round)
             lots = self._lots.drawn.read_value()
@@ -230,7 +240,7 @@ class Turns:
                 heir,
             ]
             look = tf.stack([tf.cast(each, tf.int64) for each in found])
-        with tf.device("CPU:0"):
+        with tf.control_dependencies(whole), tf.device("CPU:0"):
             return tf.identity(look)
 
     def wait(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -357,7 +367,8 @@ class StepWait:
 
 def _torn() -> list[Any]:
     return [
-        "A worker has died while it applied a step for all: what the servers hold may "
-        "be a part of it. All workers stop. Start the job again: with "
-        "tf_dgc.callbacks.BackupState it continues from its last backup"
+        "A worker has died while it applied a step for all, or was not heard of for "
+        "`liveness`: what the servers hold may be a part of it. All workers stop. "
+        "Start the job again: with tf_dgc.callbacks.BackupState it continues from its "
+        "last backup"
     ]
