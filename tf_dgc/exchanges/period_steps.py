@@ -28,7 +28,7 @@ class PeriodSteps:
             first: number of steps of all workers, before local ones.
         """
         self._together = Dense(place._replace(transport=place.transport.everybody))
-        self._alone = place.transport.size  # a worker's own gradient counts as those
+        self._place = place
         self._site, self._progress, self._first = site, progress, first
 
     def gradients(
@@ -46,7 +46,7 @@ class PeriodSteps:
                 found = self._site.gradients(local, taken_over, part)
                 finished[:] = found.finished
                 return found.gradients, sums.no_traffic(), found.weight
-            whole = self._alone if part is None else part.whole
+            whole = self._place.transport.size if part is None else part.whole
             return [values.scaled(g, whole) for g in local], sums.no_traffic(), weight
 
         def together() -> tuple[list[Any], tf.Tensor, Any]:

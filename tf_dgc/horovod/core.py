@@ -197,7 +197,6 @@ class Means:
                 f"`config` must be a DGCConfig or None. Received: config={config!r}"
             )
         self.mesh = Mesh.of(found)
-        self.everybody = self.mesh.everybody
         self._terms = terms or Terms()
         self.compressed = config is not None
         self.ledger = Ledger(self.mesh.voices, EachStep(config))
@@ -210,6 +209,11 @@ class Means:
             _made.append(weakref.ref(self))
             if _waiting:
                 self.begin_anew(_waiting.pop(0))
+
+    @property
+    def everybody(self) -> Transport:
+        """Transport between all workers."""
+        return self.mesh.everybody
 
     def begin_anew(self, records: Sequence[saving.Record]) -> None:
         """Go on among other workers, with these records."""
