@@ -22,6 +22,11 @@ what each host sends (half of a round trip) and a loss. A row is METHOD/TRANSPOR
     apart      fit only: each worker trains by itself; nothing is exchanged
     split      fit only: each worker trains a part of each layer, and activations travel
     auto       fit only: what AutoStrategy has chosen of dense and dgc, which is named
+    ddp, powersgd, powersgd_2, local_sgd
+               fit only, over gloo: PyTorch's DistributedDataParallel with the same
+               network: as it is, with its hook of PowerSGD, of rank 1 and 2, which
+               needs `--warmup 3`, and averaging every 16 steps; takes `--torch
+               PYTHON`, one that has PyTorch
 
 Each run of a row leaves a JSON file in the folder of results: the seconds of every
 step, and the bytes at the workers' interfaces. Runs that are there are not repeated, so
@@ -59,9 +64,10 @@ METHODS = {
     "fit": (
         *("dense", "dgc", "averaging", "rounds", "flights"),
         *("apart", "split", "auto"),
+        *("ddp", "powersgd", "powersgd_2", "local_sgd"),
     ),
 }
-TRANSPORTS = ("collective", "horovod", "hybrid")
+TRANSPORTS = ("collective", "horovod", "hybrid", "gloo")
 ROWS = {
     "exchange": [
         *("dense/collective", "dgc/collective"),
@@ -70,7 +76,8 @@ ROWS = {
     "fit": ["dense/collective", "dense/horovod", "dgc/hybrid", "averaging/hybrid"],
 }
 SPARSITY, PERIOD, MOMENTUM, CLASSES = 0.999, 16, 0.9, 1000
-AVERAGING = ("averaging", "rounds", "flights")
+AVERAGING = ("averaging", "rounds", "flights", "local_sgd")
+DDP = ("ddp", "powersgd", "powersgd_2", "local_sgd")
 COUNTERS = pathlib.Path("/sys/class/net/eth0/statistics")
 FAR_COUNTERS = pathlib.Path("/sys/class/net/out/statistics")  # where sent late
 COUNTED = ("sent", "received", "sent_again")
@@ -424,9 +431,13 @@ def run_job(
         netlab.Laboratory(hosts, **network_of(rate)) as lab,
     ):
         own = ["--worker", folder, "--transport", transport, "--methods", *methods]
+        program = [sys.executable, str(HERE / "bench_network.py")]
+        if transport == "gloo":
+            program = [args.torch, str(HERE / "bench_ddp.py")]
+        by_config = transport in ("collective", "gloo")
         status = lab.run(
-            [sys.executable, str(HERE / "bench_network.py"), *sys.argv[1:], *own],
-            launch="tf_config" if transport == "collective" else "horovodrun",
+            [*program, *sys.argv[1:], *own],
+            launch="tf_config" if by_config else "horovodrun",
             timeout=args.timeout,
             environment={"TF_CPP_MIN_LOG_LEVEL": "2"},
             stdout=output,
@@ -475,7 +486,7 @@ def expected_bytes(result: dict[str, Any]) -> float:
     sparse = method in ("dgc", "rounds", "flights")
     dense = result["uncompressed"] if sparse else size
     gathered = size - dense
-    if method in ("alone", "apart"):
+    if method in ("alone", "apart", *DDP):
         return 0.0
     moved = result.get("activations", 0)
     return 2 * (workers - 1) / workers * dense + (workers - 1) * gathered + moved
@@ -632,6 +643,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--predict", action="store_true", help="compare `fit` with tf_dgc.advise"
     )
+    parser.add_argument(
+        "--torch",
+        metavar="PYTHON",
+        help="which has PyTorch, for rows over gloo",
+    )
     for hidden in ("--worker", "--transport"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+", help=argparse.SUPPRESS)
@@ -644,6 +660,10 @@ def arguments() -> argparse.Namespace:
                 f"`--rows` must be of {METHODS[args.task]} over {TRANSPORTS}, such as "
                 f"{ROWS[args.task][0]}. Received: {row}"
             )
+        if (method in DDP) != (transport == "gloo"):
+            parser.error(f"{DDP} are over gloo, and no other. Received: {row}")
+        if method in DDP and not args.torch:
+            parser.error(f"{row} needs `--torch PYTHON`")
     for name in ("steps", "warmup"):
         if getattr(args, name) < 1:
             parser.error(f"`--{name}` must be at least 1")
