@@ -269,6 +269,7 @@ sys.exit(run.main(["-n", "2", {script!r}]))
         """Run the arguments in this process, which is faster."""
         return in_process(self.folder, arguments)
 
+    @pytest.mark.long
     def test_a_check_of_two_workers(self) -> None:
         process = self.start("-n", "2", "--check", "--json", "--backups", "not/there")
         status, out, err = finish(process, 200)

@@ -71,6 +71,7 @@ class Selection:
 class SelectionTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters((0.99, 0.01), (0.9, 1.0))
     @pytest.mark.few(1)
+    @pytest.mark.long
     def test_is_that_of_lists_to_the_last_of_equal_elements(
         self, sparsity: float, fraction: float
     ) -> None:

@@ -110,6 +110,7 @@ class PushedTest(tf.test.TestCase):
         self.assertLess(max(count[4:6]), 0.21 * size)
         self.assertLess(max(count[6:]), 0.06 * size)
 
+    @pytest.mark.long
     def test_a_sparsity_of_0_sends_everything_and_leaves_momentum(self) -> None:
         count = self.check_steps(False, True, sparsity=0.0)
         self.assertEqual(len(set(count)), 1)

@@ -9,6 +9,7 @@ from unittest import mock
 import keras
 import loopback
 import numpy as np
+import pytest
 
 from tf_dgc import DGCConfig, DGCStrategy
 from tf_dgc.strategies import reports
@@ -67,6 +68,7 @@ class WaitingTest(unittest.TestCase):
 
 
 class PrintedTest(unittest.TestCase):
+    @pytest.mark.long
     def test_the_chief_alone_prints_what_keras_prints(self) -> None:
         x = np.random.default_rng(1).normal(size=(32, 4)).astype("float32")
 

@@ -123,6 +123,7 @@ class EqualityTest(parameterized.TestCase):
         (2, "adam", None, False),
     )
     @pytest.mark.few(1)
+    @pytest.mark.long
     def test_rounds_are_those_of_lockstep(
         self, workers: int, name: str, outer: Any, statistics: bool
     ) -> None:
@@ -177,6 +178,7 @@ class JoiningTest(parameterized.TestCase):
         batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
         model.fit(batches, epochs=epochs, verbose=0, **options)
 
+    @pytest.mark.long
     def test_who_joins_has_what_the_servers_have_and_counts_steps_with_them(
         self,
     ) -> None:
@@ -247,6 +249,7 @@ class CompressionTest(parameterized.TestCase):
 
     @parameterized.parameters("sign", "float32", "log4")
     @pytest.mark.few(1)
+    @pytest.mark.long
     def test_what_is_sent_and_what_is_kept_is_what_was_changed(self, kind: str) -> None:
         compression = self.compression(value_dtype=kind, sparsity=0.9)
         x = np.zeros([80, 10], "float32")
@@ -269,6 +272,7 @@ class CompressionTest(parameterized.TestCase):
 
     @parameterized.parameters(("mean", None), ("senders", None), ("auto", OUTER))
     @pytest.mark.few(1)
+    @pytest.mark.long
     def test_workers_and_servers_have_the_same_bits(
         self, combine: str, outer: Any
     ) -> None:
