@@ -202,7 +202,10 @@ class SimulatedStrategy(BaseStrategy):
             ValueError: the model's optimizer does what only real workers can.
         """
         model = getattr(fn, "__self__", None)
-        if not isinstance(model, keras.Model) or fn.__name__ != "train_step":
+        if (
+            not isinstance(model, keras.Model)
+            or _host.keras.step_named(model, fn) != "train_step"
+        ):
             return super().run(fn, args, kwargs, options)
         _refuse(model.optimizer)
         rows, variables = slicing.row_count(args), list[Any]()

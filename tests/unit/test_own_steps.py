@@ -181,6 +181,57 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         for found in results:
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
+    @parameterized.parameters(
+        "mean", "sum", "root", "largest", "one", "rows", "weighted"
+    )
+    @pytest.mark.few(4)
+    def test_a_sum_of_numbers_of_steps_counts_each_once(self, what: str) -> None:
+        def told(errors: Any) -> tuple[Any, Any]:
+            mean = tf.reduce_mean(errors)
+            return {
+                "mean": (mean, None),
+                "sum": (tf.reduce_sum(errors), None),
+                "root": (tf.sqrt(mean), None),
+                "largest": (tf.reduce_max(errors), None),
+                "one": (1.0, None),
+                "rows": (tf.shape(errors)[0], None),
+                "weighted": (mean, tf.shape(errors)[0]),
+            }[what]
+
+        def of_another_name(step: Any) -> Any:
+            return lambda model, given: step(model, given)
+
+        class Counts(keras.Model):
+            def __init__(self, inputs: Any, outputs: Any) -> None:
+                super().__init__(inputs, outputs)
+                self.total = keras.metrics.Sum(name="total")
+
+            @of_another_name
+            def train_step(self, given: Any) -> Any:
+                x, y = given
+                self.total.update_state(*told(tf.square(y - self(x))))
+                return {"total": self.total.result()}
+
+            @of_another_name
+            def test_step(self, given: Any) -> Any:
+                return self.train_step(given)
+
+        x, y = data(17)
+
+        def work() -> Any:
+            model = made(Counts)
+            seen = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            tested = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+            return seen.history["total"], tested["total"]
+
+        def on_worker(transport: Loopback) -> Any:
+            with tf_dgc.DenseStrategy(transport=transport).scope():
+                return work()
+
+        expected = work()
+        for found in run_workers(3, on_worker):
+            self.assertAllClose(found, expected, 1e-5, 1e-5)
+
     @parameterized.parameters("a scalar", "an endpoint", "masks")
     @pytest.mark.few(1)
     def test_what_is_added_to_a_loss_is_divided_alike(self, how: str) -> None:

@@ -266,7 +266,6 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
             for one, other in zip(found, expected, strict=True):
                 self.assertAllClose(one, other, 1e-5, 1e-5)
 
-    @pytest.mark.extended
     def test_logits_stay_where_they_are_but_for_metrics_that_read_them(self) -> None:
         classes, rows = 1000, 10
 

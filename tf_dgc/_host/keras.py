@@ -146,6 +146,15 @@ def function_of(step: Any) -> Any:
     return getattr(step, "__func__", step)
 
 
+def step_named(model: keras.Model, method: Any) -> str:
+    """Return the name by which a model has a method, whatever a decorator calls it."""
+    function = function_of(method)
+    for name in ("train_step", "test_step", "predict_step"):
+        if function_of(getattr(model, name, None)) is function:
+            return name
+    return str(getattr(function, "__name__", ""))
+
+
 def is_in_fit() -> bool:
     """Tell whether Keras's trainer runs this, in KB/tensorflow/trainer.py."""
     frame = inspect.currentframe()

@@ -139,6 +139,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "loss scale": (loss_module, "unscale_loss_for_distribution"),
     "loss call": (keras.losses.Loss, "__call__"),
     "mean": (keras.metrics.Mean, "update_state"),
+    "sum": (keras.metrics.Sum, "update_state"),
     "gradient": (tf.GradientTape, "gradient"),
     # keras/src/layers/normalization/batch_normalization.py: _moments(inputs, mask),
     # which returns mean and variance of a batch.

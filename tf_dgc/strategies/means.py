@@ -71,6 +71,23 @@ class StepMeans:
             given = self._rows.over.size * self._rows.own_share()
         return value, given
 
+    def added(self, value: Any) -> Any:
+        """Return what this worker adds to a sum over steps, to which all workers add.
+
+        All workers call this in a step.
+
+        Args:
+            value: shape []: of this worker; what one process has of it is added once.
+        """
+        step = self._current.step
+        if step.model is None or self._local or step.in_branch():
+            return value
+        if isinstance(value, tf.Tensor) and step.losses is not None:
+            if step.losses.way_of([value]) == (SUMMED, 0):
+                return value  # of this worker's rows
+        # Who has no rows adds nothing.
+        return tf.cast(self._whole(value)[0], tf.float32) * self._rows.share_of_all()
+
     def in_logs(self, value: Any) -> Any:
         """Return a number of logs as one process has it, but for means of rows."""
         if not isinstance(value, tf.Tensor) or value.shape.rank != 0:
@@ -100,6 +117,10 @@ class OwnMeans(StepMeans):
     def weighed(self, value: Any, given: Any) -> tuple[Any, Any]:
         """Return both as they are."""
         return value, given
+
+    def added(self, value: Any) -> Any:
+        """Return a number as it is."""
+        return value
 
     def in_logs(self, value: Any) -> Any:
         """Return a number as it is."""

@@ -136,6 +136,7 @@ def _steps() -> list[Patch]:
         Patch("gradient", step_hooks.weigh_losses, "gradients become one"),
         Patch("moments", step_hooks.note_moments, "they are each worker's on purpose"),
         Patch("mean", step_hooks.weigh_scalar, "means over steps go by rows"),
+        Patch("sum", step_hooks.share_scalar, "a number of a step is added once"),
         Patch("clip by global norm", step_hooks.clip_those_of_all, clips),
         Patch("clip by norm", step_hooks.clip_that_of_all, clips),
         Patch("clip by value", step_hooks.clip_that_of_all, clips),

@@ -155,7 +155,7 @@ class ServedShare(Share):
         self, model: keras.Model, method: Any, args: Any, step: Callable[[Any], Any]
     ) -> Any:
         """Run a step of a model; one that does not train is this worker's alone."""
-        if _host.keras.function_of(method).__name__ != "train_step":
+        if _host.keras.step_named(model, method) != "train_step":
             return step(args)
         self._meetings.begin()
         return super().run(model, method, args, step)

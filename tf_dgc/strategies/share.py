@@ -148,7 +148,7 @@ class Share:
         args = slicing.as_tensors(args)
         count = slicing.row_count(args)
         may_be_empty = count is not None and not (isinstance(count, int) and count)
-        name = _host.keras.function_of(method).__name__
+        name = _host.keras.step_named(model, method)
         trains = name == "train_step" and not self._local
         own = name == "train_step" and not _host.keras.is_of_keras(method)
 

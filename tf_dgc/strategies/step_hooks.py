@@ -155,14 +155,27 @@ def weigh_scalar(
 ) -> Any:
     """Weigh a number of a step, for a mean over steps, by its rows."""
     share = share_of(tf.distribute.get_strategy())
-    ranks = [
-        tf.TensorShape(getattr(v, "shape", ())).rank for v in (values, sample_weight)
-    ]
-    if share is None or ranks != [0, 0]:
+    if share is None or not _are_numbers(values, sample_weight):
         return original(metric, values, sample_weight)
     if sample_weight is None and _host.keras.is_function_of_user(metric):
         share.warnings.batchwise(metric.name)
     return original(metric, *share.means.weighed(values, sample_weight))
+
+
+def share_scalar(
+    original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """Part a number of a step among the workers, for a sum over steps."""
+    share = share_of(tf.distribute.get_strategy())
+    if share is None or not _are_numbers(values, sample_weight):
+        return original(metric, values, sample_weight)
+    if sample_weight is not None:
+        values = tf.cast(values, metric.dtype) * tf.cast(sample_weight, metric.dtype)
+    return original(metric, share.means.added(values))
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(tf.TensorShape(getattr(v, "shape", ())).rank == 0 for v in values)
 
 
 class _OfRows(keras.losses.Loss):

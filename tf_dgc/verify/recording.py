@@ -111,8 +111,8 @@ class Recorder(keras.callbacks.Callback):
         def watched(
             fn: Any, args: Any = (), kwargs: Any = None, options: Any = None
         ) -> Any:
-            name = getattr(_host.keras.function_of(fn), "__name__", "")
-            trains = _host.keras.model_of(fn) is model and name == "train_step"
+            own = _host.keras.model_of(fn) is model
+            trains = own and _host.keras.step_named(model, fn) == "train_step"
             if trains:
                 self._step.note_rows(args[0])
             result = run(fn, args, kwargs, options)
