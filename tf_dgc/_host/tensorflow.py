@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -18,6 +18,9 @@ with probe.imports():
     from tensorflow.python.ops import control_flow_util
 
 _ANSWER_SECONDS = 5.0  # of TensorFlow's coordination service
+_T = TypeVar("_T")
+_AS_IT_IS = tf.compat.v1.ConfigProto()
+_AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
 
 
 def wanted() -> list[tuple[Any, str]]:
@@ -26,11 +29,13 @@ def wanted() -> list[tuple[Any, str]]:
         (context.context(), "_initialized"),
         (context.context(), "abort_collective_ops"),
         (context.context(), "configure_coordination_service"),
+        (context.context(), "function_call_options"),
         (context.context(), "get_config_key_value"),
         (context.context(), "invoking_op_callbacks"),
         (context.context(), "report_error_to_cluster"),
         (context.context(), "set_config_key_value"),
         (context, "coordination_config_pb2"),
+        (context, "FunctionCallOptions"),
         (context, "global_seed"),
         (control_flow_util, "GraphOrParentsInXlaContext"),
         (dataset_ops, "UnaryUnchangedStructureDataset"),
@@ -212,6 +217,32 @@ def not_inlined(
         autograph=False,
         experimental_attributes={"_noinline": True},
     ).get_concrete_function()
+
+
+def in_one_thread(function: Callable[[], _T]) -> _T:
+    """Return what a pure function of many small operations returns.
+
+    In a graph it is a function of its own, which TensorFlow takes as it is, and one
+    thread does its operations one after the other: to hand each to another thread takes
+    longer than most of them. It must hold no conditions and no loops, for which such a
+    thread would wait. With several devices it is part of the graph, as it is where XLA
+    compiles that.
+    """
+    if tf.executing_eagerly() or compiled_by_xla() or _devices() > 1:
+        return function()
+    options = context.FunctionCallOptions("SINGLE_THREADED_EXECUTOR", _AS_IT_IS)
+    before = context.context().function_call_options
+    context.context().function_call_options = options
+    try:
+        found: _T = not_inlined(function)()
+    finally:
+        context.context().function_call_options = before
+    return found
+
+
+def _devices() -> int:
+    """Count the devices of this process that operations may be placed on."""
+    return sum(len(tf.config.list_logical_devices(kind)) for kind in ("CPU", "GPU"))
 
 
 def outermost_function_graph() -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.compression import arena as arenas
 from tf_dgc.compression.arena import BLOCK, Layout
 
@@ -150,6 +151,14 @@ def thresholds(
     Returns:
         shape [T], float32, positive.
     """
+    return _host.tensorflow.in_one_thread(
+        lambda: _thresholds(arena, peaks, layout, plan, step)
+    )
+
+
+def _thresholds(
+    arena: tf.Tensor, peaks: tf.Tensor, layout: Layout, plan: Plan, step: tf.Tensor
+) -> tf.Tensor:
     found = [tf.zeros([0])]
     with tf.device("CPU:0"):
         known = plan.samples
@@ -246,16 +255,9 @@ def select(
         Positions in the arena, ascending: shape [C'], int64, C' <= K; and what is
         there, shape [C'], float32.
     """
-    of_block = tf.gather(threshold, arenas.of_blocks(layout))
-    # From blocks to lines to elements; a NaN is no reason to pass over its line.
-    by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
-    blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]
-    least = tf.gather(of_block, blocks)[:, tf.newaxis]
-    lines, _ = _within(blocks, ~(tf.gather(by_block, blocks) < least))
-    elements = tf.gather(tf.reshape(arena, [-1, LINE]), lines)
-    least = tf.gather(of_block, _shift(lines, BLOCK // LINE))[:, tf.newaxis]
-    candidates, index = _within(lines, tf.abs(elements) >= least)
-    values = tf.gather(tf.reshape(elements, [-1]), index)
+    candidates, values = _host.tensorflow.in_one_thread(
+        lambda: _reaching(arena, peaks, layout, threshold)
+    )
 
     def kept() -> tuple[tf.Tensor, tf.Tensor]:
         best = strongest(candidates, values, layout, slots, step)
@@ -269,6 +271,22 @@ def select(
     for part in found:
         part.set_shape([None])
     return found
+
+
+def _reaching(
+    arena: tf.Tensor, peaks: tf.Tensor, layout: Layout, threshold: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Find the candidates of `select`: positions, and what is there."""
+    of_block = tf.gather(threshold, arenas.of_blocks(layout))
+    # From blocks to lines to elements; a NaN is no reason to pass over its line.
+    by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
+    blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]
+    least = tf.gather(of_block, blocks)[:, tf.newaxis]
+    lines, _ = _within(blocks, ~(tf.gather(by_block, blocks) < least))
+    elements = tf.gather(tf.reshape(arena, [-1, LINE]), lines)
+    least = tf.gather(of_block, _shift(lines, BLOCK // LINE))[:, tf.newaxis]
+    candidates, index = _within(lines, tf.abs(elements) >= least)
+    return candidates, tf.gather(tf.reshape(elements, [-1]), index)
 
 
 def strongest(
@@ -387,6 +405,31 @@ def average(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
     senders = densify(arena, positions, tf.ones_like(values))
     scale = tf.cast(positions.shape[0], tf.float32) / tf.maximum(senders, 1.0)
     return scale * densify(arena, positions, values)
+
+
+def in_rooms(
+    positions: tf.Tensor, values: tf.Tensor, slots: Sequence[int]
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Give what N workers sent a shape that is the same at all stages.
+
+    Args:
+        positions: in the arena, shape [N, K]; those of unused slots are not below P.
+        values: shape [N, K], float32.
+        slots: K at each stage; rows become a multiple of the last.
+
+    Returns:
+        Positions, filled up with places of no arena, values, and how many slots of each
+        row count: of shapes [N, K'], [N, K'] and [N], int32.
+    """
+    workers, last = positions.shape[0], slots[-1]
+    length = -(-max(slots) // last) * last
+    counts = tf.fill([workers], tf.shape(positions)[1])
+    if len(slots) > 1:
+        fill = [[0, 0], [0, length - tf.shape(positions)[1]]]
+        positions = tf.pad(positions, fill, constant_values=_NOWHERE)
+        positions = tf.ensure_shape(positions, [workers, length])
+        values = tf.ensure_shape(tf.pad(values, fill), [workers, length])
+    return positions, values, counts
 
 
 class Windows(NamedTuple):

@@ -17,6 +17,9 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.transports.sums import Sparse
 from tf_dgc.values import widened
 
+# Of smaller arenas copies take less time than a loop over workers in TensorFlow.
+_COPIED = 2**18  # elements
+
 
 class Target(abc.ABC):
     """Target of the outcome of a sum."""
@@ -164,6 +167,14 @@ def subtract(
     """
     if not weights:
         return
+    devices = by_device(weights)
+    if len(devices) == 1 and layout.size <= _COPIED:
+        (device,) = devices
+        form = {"layout": layout, "room": slots[-1]}
+        sent = selection.in_rooms(total.positions, total.values, slots)
+        args = inplace.bound(_subtracted, **form), list(weights), *sent
+        inplace.update(device, *args)
+        return
     *passing, last = slots
     if not passing:
         _subtract(weights, layout, total, last)
@@ -174,6 +185,41 @@ def subtract(
         lambda: _subtract(weights, layout, total, last),
         lambda: _subtract(weights, layout, total, middle),
     )
+
+
+def _subtracted(
+    weights: Sequence[tf.Tensor],
+    positions: tf.Tensor,
+    values: tf.Tensor,
+    counts: tf.Tensor,
+    *,
+    layout: Layout,
+    room: int,
+) -> list[tf.Tensor]:
+    """Subtract what N workers sent from copies in one arena, `room` slots in one turn.
+
+    Args:
+        weights: T tensors.
+        positions: see `selection.in_rooms`.
+        values: likewise.
+        counts: likewise.
+        layout: of the arena.
+        room: a divisor of the number of slots.
+    """
+    workers = positions.shape[0]
+
+    def look(rank: tf.Tensor, turn: tf.Tensor, whole: tf.Tensor) -> Any:
+        begin, size = [rank, turn * room], [1, room]
+        where = tf.slice(positions, begin, size)[0, :, tf.newaxis]
+        whole = tf.tensor_scatter_nd_sub(whole, where, tf.slice(values, begin, size)[0])
+        more = (turn + 1) * room < counts[rank]
+        return tf.where(more, rank, rank + 1), tf.where(more, turn + 1, 0), whole
+
+    # One worker after the other, so that the weights have the same bits everywhere.
+    none = tf.zeros([], tf.int32)
+    start = none, none, arena.flatten(layout, weights)
+    *_, whole = tf.while_loop(lambda rank, *_: rank < workers, look, start)
+    return arena.unflatten(layout, whole)
 
 
 def _subtract(

@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc.compression import arena, selection
+from tf_dgc.compression import arena
 from tf_dgc.compression.arena import Layout
-from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.inplace import own_variable
 
 
@@ -53,7 +52,7 @@ class Coverage:
 
     def __init__(self, layout: Layout, device: str, counts_on: str) -> None:
         """Create the variables, zero, outside of any graph."""
-        self._layout, self._device = layout, device
+        self._layout = layout
         with tf.init_scope(), tf.device(device):
             self.sent = own_variable(tf.zeros([layout.size], tf.bool), "dgc_sent")
         with tf.init_scope(), tf.device(counts_on):
@@ -63,11 +62,11 @@ class Coverage:
             self._steps = own_variable(tf.zeros([], tf.int64), "dgc_counted_steps")
 
     def record(self, positions: tf.Tensor) -> None:
-        """Take in the positions sent in one step, shape [K], int64, ascending.
+        """Count the positions sent in one step, shape [K], int64, ascending.
 
-        Those that are not below P stand for unused slots of a message.
+        Those that are not below P stand for unused slots of a message. Whoever calls
+        this has marked them in `sent`.
         """
-        inplace.update(self._device, selection.mark, self.sent, positions)
         self.counts.assign_add(arena.count_by_segment(self._layout, positions))
         self.count()
 

@@ -36,6 +36,17 @@ def bare(momentum: dgc.Momentum | None) -> dgc.Momentum | None:
     return momentum._replace(learning_rate=rate, slots=())
 
 
+def _kept_and_marked(
+    held: tuple[dgc.ArenaState, tf.Tensor],
+    where: tf.Tensor,
+    sent: tf.Tensor,
+    positions: tf.Tensor,
+) -> tuple[dgc.ArenaState, tf.Tensor]:
+    """Take what was sent out of u and v, and mark its positions."""
+    state, marks = held
+    return dgc.keep(state, where, sent), selection.mark(marks, positions)
+
+
 class Keeping(Kept, abc.ABC):
     """Something to be summed, of which a worker keeps what was not used."""
 
@@ -229,8 +240,10 @@ class Residual(Keeping):
         where = tf.reshape(where, [-1, where.shape[-1]])
         state = dgc.ArenaState(self.u if self.config.momentum_masking else None, self.v)
         sent = tf.reshape(used.values, [-1])
-        inplace.update(self.device, dgc.keep, state, where, sent)
-        self.coverage.record(used.positions[0])
+        own = used.positions[0]
+        held = state, self.coverage.sent
+        inplace.update(self.device, _kept_and_marked, held, where, sent, own)
+        self.coverage.record(own)
 
     def clear(self, sent: tf.Tensor | None = None) -> None:
         """Take out of v what went densely: what is marked, shape [P], bool, or all."""
