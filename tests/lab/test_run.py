@@ -288,6 +288,12 @@ sys.exit(run.main(["-n", "2", {script!r}]))
         self.assertEqual(status, 127)
         self.assertIn("No such file or directory: '/does/not/exist'", err)
 
+    def test_output_goes_to_a_folder(self) -> None:
+        file = str(pathlib.Path(__file__))
+        status, _, err = self.run_to_end("-n", "1", "--output", file, "train.py")
+        self.assertEqual(status, 2)
+        self.assertIn("`--output` must be chief, all or a folder", err)
+
 
 def in_process(folder: pathlib.Path, arguments: list[str]) -> tuple[int, str, str]:
     """Return status and output of arguments that start nothing."""

@@ -141,7 +141,6 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(2, work), [[False, True]] * 2)
 
-    @pytest.mark.extended
     def test_a_later_callback_finds_what_one_before_it_has_written(self) -> None:
         def work(transport: Loopback) -> list[bool]:
             seen = []

@@ -90,10 +90,16 @@ class WorkerFiles:
         """Make the folder.
 
         Raises:
-            OSError: it cannot be made.
+            ValueError: it cannot be made.
         """
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                "`--output` must be chief, all or a folder for a file of each worker: "
+                f"{error.strerror}. Received: --output {folder}"
+            ) from error
         self._files: dict[str, output.Stream] = {}
 
     def of(self, worker: str) -> output.Stream:
