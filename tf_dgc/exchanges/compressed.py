@@ -85,11 +85,12 @@ class Compressed(Exchange):
         self.residual, self.mode = modes.opened(
             wire, *tensors, taken, earlier, combining, figures
         )
-        self._front: fused.Front | None = None
+        clipping = local_gradients.Clipping(self.layout, self._large, self._small)
+        self._clipping = [clipping]  # the first that takes gradients
         by = [fused.sums_by(wire, self.residual, self.mode)] if whole else []
         self._sums = formats.sums_of(wire, *by)
         if any(isinstance(each, fused.FusedSum) for each in self._sums):
-            self._front = fused.Front(self.layout, *tensors, device)
+            self._clipping.insert(0, fused.Front(self.layout, *tensors, device))
         self._held = HeldBack(self.residual, self.mode, self._sums)
         with tf.init_scope():  # begin alike with what is accumulated
             everybody, form = self.transport.everybody, modes.describe(taken)
@@ -110,8 +111,14 @@ class Compressed(Exchange):
         taken_over = taken_over if self.mode.is_step else None
         modes.refuse_late(self.residual, taken_over)
         whole = self.transport.size if part is None else part.whole
-        front = self._front if self._front and self._front.takes(local) else None
-        clip = functools.partial(self._clipped, front, taken_over, whole)
+        front = next(each for each in self._clipping if each.takes(local))
+        clip = functools.partial(
+            front.clipped,
+            rate=[] if taken_over is None else [taken_over.learning_rate],
+            clip_norm=self.config.clip_norm,
+            workers=self.transport.size,
+            whole=whole,
+        )
         gradient, small, nonfinite, scale = self._workers.each(clip, local)
 
         # Wire 1. Before any state changes all must know whether the step counts.
@@ -125,7 +132,7 @@ class Compressed(Exchange):
         config, step = self.config, self.residual.step
         ok = local_gradients.all_finite(told.nonfinite, config, step, names)
         factor = told.factor if factors is None else factors
-        summed = told.gradients if front is None else front.small(told.gradients)
+        summed = front.small(told.gradients)
         share = Contribution(gradient, scale, factor, summed, whole, taken_over)
 
         traffic = tf.cond(ok, functools.partial(self._send, share), no_traffic)
@@ -138,20 +145,6 @@ class Compressed(Exchange):
             found[i] = None if tensor is None else tf.cast(tensor, local[i].dtype)
         with tf.device("CPU:0"):
             return Update(found, flags, ok, told.traffic + traffic, told.weight)
-
-    def _clipped(
-        self,
-        front: fused.Front | None,
-        taken_over: TakenOver | None,
-        whole: int,
-        local: list[Any],
-    ) -> local_gradients.Clipped:
-        rate = [] if taken_over is None else [taken_over.learning_rate]
-        limit: Any = self.config.clip_norm, self.transport.size, whole
-        if front is not None:
-            return front.clipped(local, rate, *limit)
-        parts = [local[i] for i in self._large], [local[i] for i in self._small]
-        return local_gradients.clipped(self.layout, local, *parts, rate, *limit)
 
     def _send(self, share: Contribution) -> tf.Tensor:
         """Accumulate, sum at the present stage, keep the rest, apply the sum.

@@ -34,7 +34,7 @@ from tf_dgc.compression import arena, dgc, fixed, message, selection, warmup
 from tf_dgc.compression.arena import BLOCK, Layout
 from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.applied import Target
-from tf_dgc.exchanges.local_gradients import Clipped
+from tf_dgc.exchanges.local_gradients import Clipped, Clipping
 from tf_dgc.exchanges.modes import Contribution, Mode
 from tf_dgc.exchanges.residual import Residual, bare
 from tf_dgc.transports import base, sums
@@ -73,7 +73,7 @@ def is_wanted(device: str) -> bool:
     return tf.DeviceSpec.from_string(device).device_type == "GPU"
 
 
-class Front:
+class Front(Clipping):
     """Clips gradients, and copies them into two vectors: the arena, and what is small.
 
     Attributes:
@@ -86,7 +86,8 @@ class Front:
         """Take the variables, the indices of those in the arena, and the device."""
         self.device = at
         small = [i for i in range(len(variables)) if i not in large]
-        self._small = {i: variables[i] for i in small}
+        super().__init__(layout, large, small)
+        self._alone = {i: variables[i] for i in small}
         which = {"large": tuple(large), "small": tuple(small)}
         self._clip = inplace.bound(_clipped, layout=layout, **which)
         shapes = tuple(variables[i].shape for i in small)
@@ -98,10 +99,10 @@ class Front:
         Of several types their order in the sum would not be that of workers that take
         steps by single operations.
         """
-        own = [local[i] for i in self._small]
+        own = [local[i] for i in self._alone]
         return len({each.dtype for each in own}) < 2 and all(
             isinstance(gradient, tf.Tensor) and gradient.shape == variable.shape
-            for gradient, variable in zip(own, self._small.values(), strict=True)
+            for gradient, variable in zip(own, self._alone.values(), strict=True)
         )
 
     def clipped(
@@ -112,17 +113,17 @@ class Front:
         workers: int,
         whole: int,
     ) -> Clipped:
-        """Return what `local_gradients.clipped` does, small ones in one vector."""
+        """Return what the base class does, small ones in one vector."""
         dense = [tf.convert_to_tensor(gradient) for gradient in local]
         rates = [tf.cast(each, tf.float32) for each in rate]
         args = dense, rates, clip_norm, workers, whole
         return Clipped(*inplace.call(self.device, self._clip, *args))
 
-    def small(self, vectors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def small(self, summed: Sequence[Any]) -> list[Any]:
         """Return small gradients by their vector, in the order of variables."""
-        if not vectors:
+        if not summed:
             return []
-        return list(inplace.call(self.device, self._parted, *vectors))
+        return list(inplace.call(self.device, self._parted, *summed))
 
 
 def _clipped(

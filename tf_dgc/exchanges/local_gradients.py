@@ -23,37 +23,51 @@ class Clipped(NamedTuple):
     scale: tf.Tensor  # shape [], float32, that clips the arena's
 
 
-def clipped(
-    layout: Layout,
-    local: Sequence[Any],
-    large: Sequence[Any],
-    small: list[Any],
-    rate: Sequence[Any],
-    clip_norm: float | None,
-    workers: int,
-    whole: int,
-) -> Clipped:
-    """Clip gradients; pure.
+class Clipping:
+    """Clips gradients, and tells those of the arena from the small ones."""
 
-    Args:
-        layout: of the arena.
-        local: all gradients, by which what is not finite is numbered.
-        large: those of the arena.
-        small: the others.
-        rate: the learning rate, where it must be finite as well.
-        clip_norm: the norm allowed to the mean gradient; None does not clip.
-        workers: N.
-        whole: N where each gradient is divided by N already; else 1.
-    """
-    gradient = arena.flatten(layout, [tf.convert_to_tensor(g) for g in large])
-    together, scale = [gradient, *small], tf.ones([])
-    rates = [tf.cast(each, tf.float32) for each in rate]
-    nonfinite = values.first_nonfinite(local, rates, together)
-    if clip_norm is not None:
-        # It is the norm of what is divided by N that is clipped.
-        scale = dgc.clip_scale(together, clip_norm * (workers / whole), workers)
-        small = [values.scaled(part, scale) for part in small]
-    return Clipped(gradient, small, nonfinite, scale)
+    def __init__(
+        self, layout: Layout, large: Sequence[int], small: Sequence[int]
+    ) -> None:
+        """Take the arena, and the indices of what is in it, and of the rest."""
+        self._layout, self._large, self._small = layout, large, small
+
+    def takes(self, local: Sequence[Any]) -> bool:
+        """Tell whether it takes gradients."""
+        return True
+
+    def clipped(
+        self,
+        local: Sequence[Any],
+        rate: Sequence[Any],
+        clip_norm: float | None,
+        workers: int,
+        whole: int,
+    ) -> Clipped:
+        """Clip gradients; pure.
+
+        Args:
+            local: all gradients, by which what is not finite is numbered.
+            rate: the learning rate, where it must be finite as well.
+            clip_norm: the norm allowed to the mean gradient; None does not clip.
+            workers: N.
+            whole: N where each gradient is divided by N already; else 1.
+        """
+        large = [tf.convert_to_tensor(local[i]) for i in self._large]
+        gradient = arena.flatten(self._layout, large)
+        small = [local[i] for i in self._small]
+        together, scale = [gradient, *small], tf.ones([])
+        rates = [tf.cast(each, tf.float32) for each in rate]
+        nonfinite = values.first_nonfinite(local, rates, together)
+        if clip_norm is not None:
+            # It is the norm of what is divided by N that is clipped.
+            scale = dgc.clip_scale(together, clip_norm * (workers / whole), workers)
+            small = [values.scaled(part, scale) for part in small]
+        return Clipped(gradient, small, nonfinite, scale)
+
+    def small(self, summed: Sequence[Any]) -> list[Any]:
+        """Return small gradients by what `clipped` has returned of them, summed."""
+        return list(summed)
 
 
 def all_finite(
