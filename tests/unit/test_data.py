@@ -298,6 +298,32 @@ class WitnessTest(parameterized.TestCase, tf.test.TestCase):
         make = lambda rank: self.batches(np.roll(x, rank), np.zeros(8))  # noqa: E731
         self.assertIn("different data", self.refused(make))
 
+    def test_features_stand_in_any_order_in_a_record(self) -> None:
+        def record(number: float, turned: bool) -> bytes:
+            value = tf.train.FloatList(value=[number])
+            feature = tf.train.Feature(float_list=value)
+            parts = [
+                tf.train.Features(feature={key: feature}).SerializeToString()
+                for key in ("xy"[::-1] if turned else "xy")
+            ]
+            features = b"".join(parts)  # a map, in this order
+            return bytes([10, len(features)]) + features
+
+        form = {key: tf.io.FixedLenFeature([], tf.float32) for key in "xy"}
+
+        def parsed(text: tf.Tensor) -> Any:
+            found = tf.io.parse_single_example(text, form)
+            return found["x"], found["y"]
+
+        def make(rank: int, roll: int = 0) -> tf.data.Dataset:
+            numbers = np.roll(np.arange(8.0), roll * rank)
+            records = [record(each, rank == 1) for each in numbers]
+            dataset = tf.data.Dataset.from_tensor_slices(records)
+            return dataset.map(parsed, 2).batch(4)
+
+        self.assertEqual(self.refused(make), "")
+        self.assertIn("different data", self.refused(lambda rank: make(rank, 1)))
+
     def test_other_texts_and_other_orders_in_a_row_differ(self) -> None:
         for x in (np.array(["a", "b"] * 4), np.arange(32).reshape(8, 4) % 4):
 

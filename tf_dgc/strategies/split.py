@@ -19,6 +19,7 @@ from tf_dgc.strategies import data_graphs, provenance, rowwise, slicing, witness
 # Beginnings of the names of operations that take long, of most images and sounds.
 _COSTLY = ("Decode", "EagerPyFunc", "PyFunc", "ReadFile", "Resize")
 _CHEAP = ("DecodeBase64", "DecodeRaw")
+_PARSERS = ("DecodeProto", "ParseExample", "ParseSequence", "ParseSingle")
 # Each goes on drawing orders where it was left when it is asked for again.
 _shuffled: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = (
     weakref.WeakKeyDictionary()
@@ -83,11 +84,13 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> MarkedRows | Non
         return None
     batch, drops = plan.batch
     evidence, targets = _evidence(plan, dataset.element_spec)
+    parses = any(data_graphs.has_node(each, _parses) for each in plan.maps)
 
     @tf.autograph.experimental.do_not_convert
     def choose(*parts: Any) -> Any:
         flat = tf.nest.flatten(parts)
-        mark = witness.of_rows([flat[i] for i in evidence], targets)
+        seen = [_as_parsed(flat[i]) if parses else flat[i] for i in evidence]
+        mark = witness.of_rows(seen, targets)
         count = tf.shape(flat[0], tf.int64)[0]
         start, stop = slicing.bounds(count, rank, size)
         # Where there is none, one takes its place until they are batches again.
@@ -251,6 +254,16 @@ def _is_elementwise(dataset: tf.data.Dataset) -> bool:
     return not any(node.op in readers for node in nodes) or not any(
         data_graphs.has_node(source, _may_write) for source in sources
     )
+
+
+def _parses(node: Any) -> bool:
+    """Tell whether an operation reads protocol buffers."""
+    return bool(node.op.startswith(_PARSERS))
+
+
+def _as_parsed(part: tf.Tensor) -> tf.Tensor:
+    records = part.dtype == tf.string and part.shape.rank == 1
+    return witness.of_records(part) if records else part
 
 
 def assigns(dataset: tf.data.Dataset) -> bool:

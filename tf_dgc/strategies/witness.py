@@ -76,6 +76,24 @@ def of_rows(parts: Sequence[Any], targets: int = 0) -> tf.Tensor:
     return tf.stack([*found, *[tf.zeros([])] * (COUNT - len(found))])
 
 
+def of_records(records: tf.Tensor) -> tf.Tensor:
+    """Return numbers of serialized protocol buffers, for `of_rows`.
+
+    The entries of a map, as the features of `tf.train.Example`, stand in another order
+    in each process that has written them.
+
+    Args:
+        records: shape [n], string, one of them at least.
+
+    Returns:
+        shape [n + 1], int64: the lengths, and a sum over the bytes of the first one.
+    """
+    first = tf.cast(tf.io.decode_raw(records[:1], tf.uint8), tf.int64) + 1
+    total = tf.reduce_sum(first**4)
+    lengths = tf.cast(tf.strings.length(records), tf.int64)
+    return tf.concat([lengths, [total]], axis=0)
+
+
 def names_of(spec: Any) -> list[str]:
     """Return a name for each part of a structure, in the order of `tf.nest.flatten`."""
     return list(_paths(spec, "element"))
