@@ -75,6 +75,18 @@ def weighted_by_classes(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> A
     return tf.reduce_mean(tf.math.divide_no_nan(sums, counts))
 
 
+def weighted_by_bins(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    counts = tf.histogram_fixed_width(y[:, 0], [-1.0, 1.0], 5)
+    return tf.reduce_mean(squares(x, y, w)) * tf.cast(counts[0] + 2, tf.float32)
+
+
+def of_confusions(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
+    z = x @ w
+    classes, guessed = (tf.cast(each[:, 0] > 0, tf.int32) for each in (y, z))
+    matrix = tf.math.confusion_matrix(classes, guessed, 2, z[:, 1] ** 2, tf.float32)
+    return 1 - tf.linalg.trace(matrix) / tf.reduce_sum(matrix)
+
+
 def mapped(x: tf.Tensor, y: tf.Tensor, w: tf.Variable, n: int) -> Any:
     def error(pair: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
         return tf.reduce_mean(squares(pair[0][tf.newaxis], pair[1], w))
@@ -129,6 +141,8 @@ OTHERS: dict[str, Form] = {
     ),
     "decorrelated": decorrelated,
     "by classes": weighted_by_classes,
+    "by bins": weighted_by_bins,
+    "of confusions": of_confusions,
     "largest of rows": lambda x, y, w, n: tf.reduce_max(squares(x, y, w)),
 }
 
@@ -262,6 +276,9 @@ MOVED: dict[str, Form] = {
     "reversed": lambda x, y, w, n: tf.reduce_mean(squares(tf.reverse(x, [0]), y, w)),
     "rolled": lambda x, y, w, n: tf.reduce_mean(squares(tf.roll(x, 1, 0), y, w)),
     "shuffled": lambda x, y, w, n: tf.reduce_mean(squares(tf.random.shuffle(x), y, w)),
+    "shuffled by a seed": lambda x, y, w, n: tf.reduce_mean(
+        squares(tf.random.experimental.stateless_shuffle(x, [1, 2]), y, w)
+    ),
     "chosen by place": lambda x, y, w, n: tf.reduce_mean(
         squares(tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))), y, w)
     ),
@@ -376,6 +393,22 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
 
     def test_rows_that_python_takes_one_by_one_are_read(self) -> None:
         self.check("mapped", eager=True)
+
+    def test_sparse_rows_are_read(self) -> None:
+        _, _, w = data()
+        found: list[Any] = []
+
+        def call(x: tf.SparseTensor, y: tf.Tensor) -> None:
+            reading = readings.Reading([y, x], [], None)
+            wide = tf.SparseTensor(x.indices, 2.0 * x.values, x.dense_shape)
+            loss = tf.reduce_mean((tf.sparse.sparse_dense_matmul(wide, w) - y) ** 2)
+            turned = tf.sparse.sparse_dense_matmul(x, y, adjoint_a=True)
+            read = losses.Losses(reading, int(N), list)
+            found.extend([read.way_of([loss]), reading.of(turned).kind])
+
+        signature = [tf.SparseTensorSpec([None, 5]), tf.TensorSpec([None, 2])]
+        tf.function(call, signature, autograph=False).get_concrete_function()
+        self.assertEqual(found, [(BY_ROWS, 0), known.UNKNOWN])
 
     def check_told(self, form: Form, eager: bool) -> None:
         x, y, w = data()

@@ -59,14 +59,17 @@ class Reading:
         """Begin with the batch.
 
         Args:
-            rows: tensors of the batch, each with rows along the first axis.
+            rows: tensors of the batch, dense and sparse ones, each with rows along the
+                first axis.
             splits: where the rows of ragged ones begin and end.
             static: how many rows, where shapes tell.
             workers: N.
         """
         self.static, self.asked = static, 0
         self._kept = [*rows, *splits]
-        self._known = {id(each): Known(ROWS) for each in rows}
+        self._known = dict[int, Known]()
+        for each in rows:
+            self._known |= _known_of(each)
         self._known |= {id(each): Known(ROWS, SPLITS) for each in splits}
         facts = row_axes.AxisFacts(
             static,
@@ -167,6 +170,15 @@ class Reading:
             return self.shapes.leaf(tensor)
         inputs = [self._known[id(each)] for each in operation.inputs]
         return self._judge.of(tensor, operation, inputs)
+
+
+def _known_of(rows: Any) -> dict[int, Known]:
+    """Return what is known of the tensors of rows, by their identity."""
+    if not isinstance(rows, tf.SparseTensor):
+        return {id(rows): Known(ROWS)}
+    values = Known(ROWS, id(rows))  # as many as there are
+    known = {id(rows.indices): values, id(rows.values): values}
+    return known | {id(rows.dense_shape): Known(SHAPE)}
 
 
 def _outer(tensor: Any, operation: Operation | None) -> Any:

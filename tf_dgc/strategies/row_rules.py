@@ -31,7 +31,10 @@ Operation = _host.operations.Operation
 
 _REDUCTIONS = {"Sum", "Mean"}
 _EXTREMES = {"Max": LARGEST, "Any": LARGEST, "Min": SMALLEST, "All": SMALLEST}
-_SUMS = {"L2Loss", "UnsortedSegmentSum", "SegmentSum", "DenseBincount", "Bincount"}
+_SUMS = {
+    *("L2Loss", "UnsortedSegmentSum", "SegmentSum", "DenseBincount", "Bincount"),
+    "HistogramFixedWidth",
+}
 _CHOOSING = {"GatherV2", "GatherNd"}  # by indices
 _LOSE_PLACES = {"FloorMod", "Mod", "Sub"}  # of positions of rows
 
@@ -63,6 +66,8 @@ def of_rows(
     known = tensor.shape.rank and tensor.shape[0] is not None
     if kind in _SUMS and known and not by_row:
         return _reduced(first, False, nested)
+    if kind == "ScatterNd" and known and _scatters_rows(facts, tensor, inputs):
+        return _reduced(inputs[1], False, nested)
     if kind == "L2Loss":
         return _reduced(first, False, nested)
     if kind == "Unpack" and not (scales or nested) and _is_along(operation, first):
@@ -83,6 +88,8 @@ def of_rows(
         return _reduced(first, kind == "Mean", nested) if known else UNREAD
     if kind in ("MatMul", "Einsum") and _contracts(operation, inputs):
         return _reduced(Known(ROWS), False, nested)
+    if kind == "SparseTensorDenseMatMul" and operation.attributes("adjoint_a"):
+        return UNREAD  # rows meet rows
     try:
         at = {i: known.axis for i, known in rows.items()}
         axis = row_axes.after(facts, operation, tensor, at)
@@ -92,6 +99,8 @@ def of_rows(
     extent = found[0].extent
     if kind == "Where":
         extent = id(tensor)
+    elif kind == "SparseTensorDenseMatMul" and inputs[2].kind == SHAPE:
+        extent = inputs[2].extent
     elif kind == "StridedSlice" and extent == SPLITS:
         extent = THE_ROWS
     elif kind in _CHOOSING and 1 in rows:
@@ -132,6 +141,13 @@ def _reduced(source: Known, mean: bool, nested: bool) -> Known:
     terms = frozenset({(origin, 0)}) if simple and not nested else None
     scales = () if nested else source.scales
     return Known(NUMBER, source.extent, source.axis, scales, terms, origin, nested)
+
+
+def _scatters_rows(facts: row_axes.AxisFacts, tensor: Any, inputs: list[Known]) -> bool:
+    """Tell whether rows are added up where they tell, in what has no rows."""
+    rows = [each.kind == ROWS and each.axis == 0 for each in inputs[:2]]
+    alone = row_axes.axis_by_shape(facts, tensor) is None
+    return all(rows) and not inputs[0].picks and alone
 
 
 def _contracts(operation: Operation, inputs: list[Known]) -> bool:

@@ -119,20 +119,21 @@ def row_count(args: Any) -> Any:
     return tf.cast(rows_in(part), tf.int32) if rows is None else rows
 
 
-def tensors_of(args: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], int | None]:
+def tensors_of(args: Any) -> tuple[list[Any], list[tf.Tensor], int | None]:
     """Return the tensors of a batch, those that split ragged ones, and the rows.
 
     Args:
         args: as for `row_count`.
 
     Returns:
-        Those that have the rows of the batch, the splits, and how many rows there are,
-        where shapes tell that.
+        Those that have the rows of the batch, sparse ones too, the splits, and how many
+        rows there are, where shapes tell that.
     """
     parts, rows = tf.nest.flatten(args), row_count(args)
     known = rows if isinstance(rows, int) else None
     dense = [t for t in parts if isinstance(t, tf.Tensor) and t.shape.rank]
     dense = [t for t in dense if t.shape[0] == known]
+    dense += [t for t in parts if isinstance(t, tf.SparseTensor)]
     splits = [t.row_splits for t in parts if isinstance(t, tf.RaggedTensor)]
     return dense, splits, known
 
