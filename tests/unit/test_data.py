@@ -516,6 +516,40 @@ class PythonDataTest(parameterized.TestCase, tf.test.TestCase):
         found = self.targets(Numbered(workers=threads), epochs=3)
         self.assertEqual(found, [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 3)
 
+    def test_no_batch_is_read_to_build_a_model(self) -> None:
+        asked: list[int] = []
+
+        class Asked(Numbered):
+            def __getitem__(self, index: int) -> Any:
+                asked.append(index)
+                return super().__getitem__(index)
+
+        random = np.random.default_rng(1)
+
+        def drawn() -> Any:
+            for _ in range(3):
+                yield random.normal(size=(4, 1))
+
+        spec = tf.TensorSpec([None, 1], tf.float64)
+
+        def read() -> Any:
+            nonlocal random
+            asked.clear()
+            random = np.random.default_rng(1)
+            ones = {"kernel_initializer": "ones"}
+            made = tf.data.Dataset.from_generator(drawn, output_signature=spec)
+            made = made.apply(tf.data.experimental.assert_cardinality(3))
+            for source in (Asked(), made):
+                model = keras.Sequential([keras.layers.Dense(1, **ones)])
+                found = model.predict(source, verbose=0)
+            return sorted(asked), found
+
+        expected = read()
+        with tf_dgc.DenseStrategy(transport="local").scope():
+            found = read()
+        self.assertEqual(found[0], expected[0])
+        self.assertAllClose(found[1], expected[1])
+
     def test_no_batch_of_a_generator_is_lost(self) -> None:
         found = self.targets(numbered(6), epochs=2, steps_per_epoch=3)
         self.assertEqual(found, [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])

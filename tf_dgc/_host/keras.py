@@ -740,6 +740,15 @@ def distributed_dataset_of(epoch_iterator: Any) -> Any:
     return getattr(epoch_iterator, "_distributed_dataset", None)
 
 
+def keeps_first_batches(epoch_iterator: Any) -> bool:
+    """Tell whether Keras has read batches of Python code, and gives them once more.
+
+    keras/src/trainers/data_adapters: GeneratorDataAdapter._first_batches.
+    """
+    adapter = epoch_iterator.data_adapter
+    return isinstance(adapter, generator_data_adapter.GeneratorDataAdapter)
+
+
 def first_batches_of(epoch_iterator: Any) -> tf.data.Dataset | None:
     """Return the first batches of Python code, which may give each only once.
 

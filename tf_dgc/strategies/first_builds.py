@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import slicing, split
+from tf_dgc.strategies import data_graphs, slicing, split
 from tf_dgc.strategies.extended import OneReplicaExtended
 
 _UNBUILT = (
@@ -32,11 +32,12 @@ def build_by_first_batches(
     extended = model.distribute_strategy.extended
     if iterator is None or not isinstance(extended, OneReplicaExtended):
         return original(model, iterator=iterator, data_batch=data_batch)
+    reads = _host.keras.keeps_first_batches(iterator) or _keeps_states(model)
+    if not reads and (zeros := _zeros_like(iterator)) is not None:
+        return _built(original, model, zeros)
     batches = _host.keras.first_batches_of(iterator)
     if batches is not None:
         data_batch = slicing.first_of(extended.own_rows(batches))
-    elif (zeros := _zeros_like(iterator)) is not None:
-        return _built(original, model, zeros)
     else:
         for *_, batches in iterator:
             data_batch = next(batches, None)
@@ -85,9 +86,10 @@ def _zeros_like(iterator: Any) -> Any:
     """
     dataset = _host.keras.distributed_dataset_of(iterator)
     share = getattr(dataset, "share", None)
-    if not isinstance(share, tf.data.Dataset) or not split.assigns(share):
+    if not isinstance(share, tf.data.Dataset):
         return None
-    return _zeros_of(dataset)
+    of_python = data_graphs.has_node(share, data_graphs.is_of_python)
+    return _zeros_of(dataset) if of_python or split.assigns(share) else None
 
 
 def _zeros_of(dataset: Any) -> Any:
@@ -104,6 +106,15 @@ def _zeros_of(dataset: Any) -> Any:
     return tf.nest.pack_sequence_as(spec, zeros)
 
 
+def _keeps_states(model: Any) -> list[str]:
+    """Return the names of layers that keep states of rows from batch to batch."""
+    return [
+        layer.name
+        for layer in getattr(model, "layers", [])
+        if getattr(layer, "stateful", False) is True
+    ]
+
+
 def refuse_stateful(model: Any, batch: Any, size: int) -> None:
     """Raise ValueError where layers keep states for more rows than a worker has.
 
@@ -115,11 +126,7 @@ def refuse_stateful(model: Any, batch: Any, size: int) -> None:
     inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
     made_for = {each.shape[0] for each in inputs} - {None}
     rows: set[Any] = {c.rows for c in slicing.components_of(batch) if c.has_rows}
-    names = [
-        layer.name
-        for layer in getattr(model, "layers", [])
-        if getattr(layer, "stateful", False) is True
-    ]
+    names = _keeps_states(model)
     if size > 1 and names and made_for and None not in rows and made_for != rows:
         raise ValueError(
             "A stateful layer keeps states of the rows of its worker: `batch_shape` "
