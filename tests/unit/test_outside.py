@@ -97,6 +97,12 @@ class OutsideTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertNoLogs("tf_dgc", "WARNING"):
             in_scopes(2, lambda strategy: work(strategy, lambda s: s.run(lambda: 1)))
 
+            def pass_over(strategy: Any) -> None:
+                x = tf.ones([4, 2])
+                model_of(True, True).fit(x, x[:, :1], verbose=0, initial_epoch=1)
+
+            in_scopes(2, lambda strategy: work(strategy, pass_over))
+
 
 def model_of(built: bool, eager: bool) -> Any:
     layers = [keras.Input((2,))] if built else []

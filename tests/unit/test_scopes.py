@@ -209,6 +209,27 @@ class ThreadsTest(tf.test.TestCase):
         with fits._noted("fit", two), fits._noted("evaluate", two):
             pass
 
+    def test_predictions_for_the_data_of_a_fit_are_told_what_to_call(self) -> None:
+        own = tf_dgc.DenseStrategy(transport="local")
+        own._core.share = mock.Mock()  # as of several workers
+        with own.scope():
+            model = features.mlp()
+        errors: list[str] = []
+
+        def read() -> None:
+            try:
+                model.predict(X)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        # As Python names a thread of TensorFlow, which calls a generator.
+        thread = threading.Thread(target=read, name="Dummy-9")
+        with fits._noted("fit", model):
+            thread.start()
+            thread.join()
+        words = r"`model\(x\)`, or call `predict` before `fit`$"
+        self.assertRegex(errors[0], words)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -91,10 +91,14 @@ def _takes_strategy() -> bool:
     pools of `multiprocessing.dummy` by which Keras reads data, make variables of their
     own, which no other worker makes at the same time.
     """
-    thread = threading.current_thread()
+    return not (_running or _reads_data(threading.current_thread()))
+
+
+def _reads_data(thread: threading.Thread) -> bool:
+    """Tell whether TensorFlow, or a pool of Keras, reads data in a thread."""
     of_pool = isinstance(thread, multiprocessing.dummy.DummyProcess)
-    of_tensorflow = thread.name.startswith("Dummy-")  # Python's name of the threads
-    return not (_running or of_pool or of_tensorflow)  # that others have started
+    # Python's name of the threads that others have started.
+    return of_pool or thread.name.startswith("Dummy-")
 
 
 def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,10 +156,11 @@ def _noted(
     Raises:
         RuntimeError: a model of several workers is run in another thread.
     """
-    strategy = _host.keras.strategy_of(model)
+    strategy: Any = _host.keras.strategy_of(model)
     if not is_own(strategy):
         yield
         return
+    strategy.extended.ran = True  # it may have nothing to do, as after a restart
     several = share_of(strategy) is not None
     run = Run(what, model, threading.current_thread(), several, epochs, sizes)
     with _entering:
@@ -209,10 +214,15 @@ def _rank_of(model: keras.Model) -> Any:
 
 
 def _refuse(run: Run, other: Run) -> None:
+    advice = "Train one after the other, as with ThreadPoolExecutor(max_workers=1)"
+    if _reads_data(run.thread):
+        advice = (
+            f"Where data are made of predictions, as by a generator, call the model "
+            f"itself, `model(x)`, or call `{run.what}` before `{other.what}`"
+        )
     raise RuntimeError(
         "Several workers train one model at a time: in which order threads come, no "
         f"other worker knows. Received: `{run.what}` of {run.model.name!r} in thread "
         f"{run.thread.name!r}, while thread {other.thread.name!r} is in `{other.what}` "
-        f"of {other.model.name!r}. Train one after the other, as with "
-        "ThreadPoolExecutor(max_workers=1)"
+        f"of {other.model.name!r}. {advice}"
     )
