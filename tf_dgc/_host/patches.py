@@ -26,7 +26,30 @@ with probe.imports():
     from tensorflow.python.data.util import random_seed as data_random_seed
     from tensorflow.python.framework import ops, random_seed
     from tensorflow.python.ops import cond as cond_module
-    from tensorflow.python.ops import resource_variable_ops
+    from tensorflow.python.ops import (
+        gen_stateless_random_ops,
+        gen_stateless_random_ops_v2,
+        resource_variable_ops,
+    )
+
+
+# tensorflow/python/ops: by which all functions draw that are given a seed.
+_DRAWING = {
+    gen_stateless_random_ops: (
+        "stateless_multinomial stateless_parameterized_truncated_normal "
+        "stateless_random_binomial stateless_random_poisson"
+    ),
+    gen_stateless_random_ops_v2: (
+        "stateless_random_gamma_v3 stateless_random_normal_v2 "
+        "stateless_random_uniform_full_int_v2 stateless_random_uniform_int_v2 "
+        "stateless_random_uniform_v2 stateless_truncated_normal_v2"
+    ),
+}
+DRAWING = {
+    name.replace("_", " "): (owner, name)
+    for owner, names in _DRAWING.items()
+    for name in names.split()
+}
 
 
 def wanted() -> list[tuple[Any, str]]:
@@ -46,6 +69,7 @@ def wanted() -> list[tuple[Any, str]]:
         (ops, "_default_graph_stack"),
         (ops, "_EagerTensorBase"),
         (resource_variable_ops, "ResourceVariable"),
+        *DRAWING.values(),
         (array_data_adapter, "ArrayDataAdapter"),
         (py_dataset_adapter, "random"),
         (EpochIterator, "_enumerate_iterator"),
@@ -71,6 +95,7 @@ probe.check(wanted())
 # Each name with the object or class that has a function, and the function's name. KB is
 # keras/src/backend. What stands without a comment is public.
 PLACES: dict[str, tuple[Any, str]] = {
+    **DRAWING,
     # tensorflow/python/data/ops: constructors, with `deterministic`, or `sloppy`.
     "interleave": (interleave_op._ParallelInterleaveDataset, "__init__"),
     "map": (map_op._ParallelMapDataset, "__init__"),

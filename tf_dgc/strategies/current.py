@@ -31,8 +31,10 @@ class Step:
         before: ways of those that were exchanged.
         updated: variables that optimizers have updated.
         undecided: lines of conditions that are built now.
+        counts: of rows of each worker, by graph.
         shares: of each worker in the rows of all, by graph.
         trains: whether it is a training step in which workers meet.
+        alone: whether it is one in which they do not.
         applied: lines at which optimizers were applied, eagerly.
         own_conditions: lines of conditions of Python that are this worker's.
         kept: identities of variables that only a user's own code writes to.
@@ -43,9 +45,10 @@ class Step:
         model: keras.Model | None = None,
         may_be_empty: bool = False,
         trains: bool = False,
+        alone: bool = False,
     ) -> None:
         """Begin a step."""
-        self.trains = trains
+        self.trains, self.alone = trains, alone
         self.applied: list[str] = []
         self.own_conditions: list[str] = []
         self.kept: set[int] | None = None
@@ -60,6 +63,7 @@ class Step:
         self.before: dict[int, str] = {}
         self.updated: set[int] = set()
         self.undecided: list[str] = []
+        self.counts: dict[Any, tf.Tensor] = {}
         self.shares: dict[Any, tf.Tensor] = {}
 
     def in_branch(self) -> bool:

@@ -51,8 +51,9 @@ class Inner:
         core, transport = self.core, self.core.transport
         kinds = core.kinds_of_steps()
         core.share = Share(core.mesh, *kinds)
-        met = core.share.warnings.met_in_outputs
-        self.own_batches = OwnBatches(transport, met)
+        warnings = core.share.warnings
+        own_batches = OwnBatches(transport, warnings.met_in_outputs, warnings.say)
+        self.own_batches = own_batches
         core.stopping = Stopping(core.mesh, core.ledger, lambda: self.settle())
         self.early_ends = EarlyEnds(core.mesh, self.own_batches)
         core.extended.share_seed()
@@ -155,9 +156,9 @@ class Inner:
             adopted.take_over(model, self.core.strategy)
             return self.share.run(model, fn, args, step)
         predicts = getattr(fn, "__name__", "") == "one_step_on_data"
-        if self.own_batches is None or not predicts:
-            return step(args)
-        return self.own_batches.predict(args, step)
+        if self.own_batches is not None and predicts:
+            return self.own_batches.predict(args, step)
+        return step(args) if self.share is None else self.share.run_own(args, step)
 
     def exchange_and_update(
         self,

@@ -4,6 +4,7 @@ Keras calls one function, traced once, in `predict`, whose batches are those of 
 workers, and in `predict_on_batch`, whose are not.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.strategies import slicing
+from tf_dgc.strategies.drawn_rows import DrawnRows
 from tf_dgc.strategies.earlier_rows import EarlierRows
 from tf_dgc.strategies.fits import inner_of
 from tf_dgc.strategies.readings import Reading
@@ -28,15 +30,19 @@ class OwnBatches:
     """
 
     def __init__(
-        self, transport: Transport, warn: Callable[[], None] = lambda: None
+        self,
+        transport: Transport,
+        warn: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create the variable, outside of any graph.
 
         Args:
             transport: of the strategy.
             warn: called where an output of a batch depends on sums over its rows.
+            say: logs a warning.
         """
-        self._warn = warn
+        self._warn, self._say = warn, say
         self._transport, self._earlier = transport, EarlierRows()
         self.is_alone = False
         own = tf.VariableSynchronization.NONE
@@ -57,11 +63,13 @@ class OwnBatches:
         args, count = slicing.at_least_one_row(args, self._earlier)
         with tf.device("CPU:0"):
             alone = self._alone.read_value()
-        with _host.flow.Flow([args]) as flow:
+        reading = Reading(*slicing.tensors_of(args), self._transport.size)
+        drawn = self._drawn_rows(reading, alone, count)
+        with contextlib.ExitStack() as stack:
+            flow = stack.enter_context(_host.flow.Flow([args]))
+            stack.enter_context(_host.operations.recorded())
+            stack.enter_context(drawn.entered())
             outputs = step(args)
-        reading = None
-        if not (tf.executing_eagerly() or self.is_alone):
-            reading = Reading(*slicing.tensors_of(args), self._transport.size)
 
         def outputs_of(output: Any) -> Any:
             if not isinstance(output, _TENSORS):
@@ -72,7 +80,7 @@ class OwnBatches:
                 fixed = output.shape.rank and output.shape[0] is not None
                 if output.shape.rank == 0 or (fixed and any_rows):
                     return self._own_number(output, alone)
-                if reading is not None and reading.of(output).nested:
+                if not self.is_alone and reading.of(output).nested:
                     self._warn()
             if output.shape.rank == 0:
                 return output
@@ -87,6 +95,23 @@ class OwnBatches:
             )
 
         return tf.nest.map_structure(outputs_of, outputs)
+
+    def _drawn_rows(
+        self, reading: Reading, alone: tf.Tensor, count: tf.Tensor
+    ) -> DrawnRows:
+        """Return random numbers of the rows of a batch, which may be all this one's."""
+        transport = self._transport
+
+        def counts() -> tf.Tensor:
+            own = tf.cast(count, tf.float32)
+            return tf.cond(
+                alone,
+                lambda: own * tf.one_hot(transport.rank, transport.size),
+                lambda: transport.all_gather(own, "predict.rows"),
+            )
+
+        gather = None if self.is_alone else transport.all_gather
+        return DrawnRows(reading, transport.rank, counts, self._say, gather)
 
     def _own_number(self, output: tf.Tensor, alone: tf.Tensor) -> tf.Tensor:
         """Return what a model gives for a batch, where the batch is its worker's own.

@@ -18,6 +18,7 @@ from tf_dgc._host.patches import Hook, Place
 from tf_dgc.strategies import (
     adopted,
     checkpoints,
+    drawn_rows,
     early_ends,
     embeddings,
     files,
@@ -153,6 +154,7 @@ def _data() -> list[Patch]:
     alike = "all workers hand over the same data, or predict each its own"
     ended = "training ends on all workers after the same batch"
     voted = "a run ends on all workers after the same batch"
+    drawn = "one process draws for the rows of all"
     seeds = "replicas draw noise of their own"
     order = "all workers read in one order"
     parallel = ("interleave", "map", "batch", "parallel interleave")
@@ -174,6 +176,8 @@ def _data() -> list[Patch]:
         Patch("predict batch end", early_ends.end_batch, voted),
         Patch("seeds", randomness.seed_by_rank, seeds),
         Patch("generator", randomness.next_by_rank, seeds),
+        *(Patch(n, drawn_rows.draw, drawn) for n in _host.patches.DRAWING),
+        Patch("initialize", drawn_rows.build, "weights have no rows of a batch"),
         Patch("data seeds", randomness.seed_alike, order),
         Patch("arrays", randomness.arrays_alike, order),
         *(Patch(name, randomness.in_order, order) for name in parallel),

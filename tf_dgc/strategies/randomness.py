@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.strategies import drawn_rows
 from tf_dgc.transports.base import Transport
 
 # A worker's own seeds are those of rank 0 and its rank times this.
@@ -140,7 +141,9 @@ def next_by_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """Take the rank of a replica into the next seed of a generator of Keras."""
     seed = original(*args, **kwargs)
     rank = _host.distribute.replica_rank() if _streams else 0
-    return seed + tf.constant([rank * _STRIDE, 0], seed.dtype) if rank else seed
+    if rank:
+        seed += tf.constant([rank * _STRIDE, 0], seed.dtype)
+    return drawn_rows.note_own(seed)
 
 
 def seed_alike(original: Callable[..., Any], seed: Any) -> Any:

@@ -100,10 +100,20 @@ class Rows:
         """
         shares, now = self._current.step.shares, graph()
         if now not in shares:
-            gathered = self.over.all_gather(self._counting(), "row_weights")
-            total = tf.reduce_sum(gathered)
-            shares[now] = tf.math.divide_no_nan(gathered, total)
+            counts = self.counts()
+            shares[now] = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
         return shares[now]
+
+    def counts(self) -> tf.Tensor:
+        """Return how many rows each worker has: shape [N], float32; all call this."""
+        counts, now = self._current.step.counts, graph()
+        if now not in counts:
+            counts[now] = self.over.all_gather(self._counting(), "row_weights")
+        return counts[now]
+
+    def as_if_alike(self) -> tf.Tensor:
+        """Return the same where workers do not meet: as many rows as this one has."""
+        return tf.fill([self._mesh.everybody.size], self._rows.read_value())
 
     def own_share(self) -> tf.Tensor:
         """Return the share of this worker in the rows of all: shape [], float32."""
@@ -135,8 +145,8 @@ class Rows:
             rows = self._mesh.everybody.all_gather(own, "usual_rows")
             self._usual.assign(tf.maximum(tf.reduce_max(rows), 1.0))
 
-        shares = self._current.step.shares.items()
-        before = [share for traced, share in shares if traced is graph()]
+        counts = self._current.step.counts.items()
+        before = [count for traced, count in counts if traced is graph()]
         with tf.device("CPU:0"), tf.control_dependencies(before):  # in one order
             unknown = self._usual == 0.0
         tf.cond(unknown, gather, lambda: None)

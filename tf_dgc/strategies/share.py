@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import slicing
+from tf_dgc.strategies import drawn_rows, slicing
 from tf_dgc.strategies.applied_gradients import AppliedGradients
 from tf_dgc.strategies.backward import Backward
 from tf_dgc.strategies.conditions import Conditions
@@ -159,7 +159,8 @@ class Share:
                 self.conditions.compare()
             return result
 
-        with self._current.entered(Step(model, may_be_empty, trains)):
+        alone = self._local and name == "train_step"
+        with self._current.entered(Step(model, may_be_empty, trains, alone)):
             self.rows.begin(count)
             if self._local or name == "train_step":
                 self._small_steps.note(~self.rows.empty)
@@ -188,14 +189,22 @@ class Share:
         over = self.rows.over
         replicas = self._mesh.replicas
         reading = Reading(*slicing.tensors_of(args), replicas)
+        everybody, alone = self._mesh.everybody, self.step.alone
+        say = self.warnings.say
+        drawn = drawn_rows.of_step(reading, self.rows, everybody, alone, say)
         self.step.losses = Losses(reading, over.size, self._total, over.rank, replicas)
-        with _host.operations.recorded() as writes:
+        with _host.operations.recorded() as writes, drawn.entered():
             logs = step(args)
             self._at_once.look_at_results(logs)
             self.warnings.what_does_not_add_up(self.step, writes)
             if not isinstance(logs, Mapping):
                 return logs
             return {name: self.means.in_logs(value) for name, value in logs.items()}
+
+    def run_own(self, args: Any, step: Callable[[Any], Any]) -> Any:
+        """Run a step of a script that is no model's, in a loop of its own."""
+        everybody, say = self._mesh.everybody, self.warnings.say
+        return drawn_rows.run_own(args, step, everybody, self._local, say)
 
     def _total(self, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return sums over the rows of all workers; where a step is of some, about."""
