@@ -1,6 +1,7 @@
 """Private names of TensorFlow: its runtime, seeds, graphs and datasets."""
 
 import contextlib
+import contextvars
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ _ANSWER_SECONDS = 5.0  # of TensorFlow's coordination service
 _T = TypeVar("_T")
 _AS_IT_IS = tf.compat.v1.ConfigProto()
 _AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
+_with_gpus = contextvars.ContextVar("tf_dgc_with_gpus", default=False)
 
 
 def wanted() -> list[tuple[Any, str]]:
@@ -228,7 +230,7 @@ def in_one_thread(function: Callable[[], _T]) -> _T:
     thread would wait. With several devices it is part of the graph, as it is where XLA
     compiles that.
     """
-    if tf.executing_eagerly() or compiled_by_xla() or _devices() > 1:
+    if tf.executing_eagerly() or compiled_by_xla() or _has_several_devices():
         return function()
     options = context.FunctionCallOptions("SINGLE_THREADED_EXECUTOR", _AS_IT_IS)
     before = context.context().function_call_options
@@ -240,9 +242,21 @@ def in_one_thread(function: Callable[[], _T]) -> _T:
     return found
 
 
-def _devices() -> int:
-    """Count the devices of this process that operations may be placed on."""
-    return sum(len(tf.config.list_logical_devices(kind)) for kind in ("CPU", "GPU"))
+@contextlib.contextmanager
+def traced_as_with_gpus() -> Iterator[None]:
+    """Trace steps as they are where there are GPUs; of the laboratory."""
+    token = _with_gpus.set(True)
+    try:
+        yield
+    finally:
+        _with_gpus.reset(token)
+
+
+def _has_several_devices() -> bool:
+    """Tell whether operations of this process may be placed on one or another."""
+    kinds = ("CPU", "GPU")
+    devices = sum(len(tf.config.list_logical_devices(kind)) for kind in kinds)
+    return devices > 1 or _with_gpus.get()
 
 
 def outermost_function_graph() -> Any:
