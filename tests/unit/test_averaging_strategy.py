@@ -83,7 +83,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         if sparsity is not None:
             compression = tf_dgc.DGCConfig(sparsity=sparsity, min_elements=1)
         strategy = averaging(period=2, compression=compression)
-        with mock.patch.object(strategy.inner, "warn") as warn:
+        with mock.patch.object(strategy.inner.core, "warn") as warn:
             fit(strategy, epochs=epochs)
         said = [text for call in warn.call_args_list for text in call.args[0]]
         self.assertEqual(any("rounds, in each of which" in t for t in said), told)
