@@ -554,7 +554,6 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertNoLogs("tf_dgc", "WARNING"):
             run_workers(1, work)
 
-    @pytest.mark.extended
     def test_figures_of_each_tensor_are_those_of_its_elements(self) -> None:
         shapes = (16, 20), (5,), (7, 9)
         variables = variables_of(*shapes)

@@ -180,6 +180,15 @@ class ExactSelectionTest(tf.test.TestCase):
 class CrowdedSelectionTest(tf.test.TestCase):
     """Where more elements pass than there are slots."""
 
+    def test_equal_elements_have_their_turns(self) -> None:
+        layout, ones = layout_of((1, 64)), tf.ones([64])
+        positions, seen = tf.range(64, dtype=tf.int64), set[int]()
+        for step in range(64):
+            of_step = tf.constant(step, tf.int64)
+            chosen = sparsify.strongest(positions, ones, layout, [4], of_step)
+            seen.update(chosen.numpy().tolist())
+        self.assertEqual(seen, set(range(64)))
+
     @settings(steady, max_examples=50)
     @given(tables, st.floats(0.01, 0.99), st.integers(0, 2**31))
     def test_each_tensor_sends_its_own_before_any_takes_what_is_left(
