@@ -28,7 +28,7 @@ from tf_dgc.exchanges import Compressed, Place, applied, inplace
 from tf_dgc.exchanges.figures import Clock
 from tf_dgc.exchanges.residual import Residual
 from tf_dgc.transports.local import LocalTransport
-from tf_dgc.transports.sums import GatherSum, Sparse, receive
+from tf_dgc.transports.sums import Sparse
 
 steady = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -368,45 +368,6 @@ class SelectTest(tf.test.TestCase):
             found = found._replace(values=packing.numbers(form, found))
             faults = packing.faults(form, message[tf.newaxis], found)
             self.assertEqual(packing.FAULTS[faults[0]][:19], "values that are not")
-
-    def test_messages_in_graphs_are_made_and_read_in_one_thread_without_conditions(
-        self,
-    ) -> None:
-        layout = layout_of((64, 64), (64, 64), (30, 50))
-        residual = random_arena(layout, np.random.default_rng(1))
-        for value_dtype in VALUE_DTYPES:
-            config = DGCConfig(value_dtype=value_dtype, sparsity=0.99)
-            args = layout, 0.99, config, 1
-
-            def made(config: Any = config, args: Any = args) -> Any:
-                form = GatherSum.form(*args)
-                message = dgc.send(
-                    residual,
-                    sparsify.peaks(residual),
-                    form=form,
-                    layout=layout,
-                    sparsities=[0.99],
-                    config=config,
-                    step=STEP,
-                )
-                return message, receive(form, message[tf.newaxis]).values
-
-            function = tf.function(made, autograph=False)
-            for found, expected in zip(function(), made(), strict=True):
-                self.assertEqual(found.numpy().tobytes(), expected.numpy().tobytes())
-            graph = function.get_concrete_function().graph.as_graph_def()
-            known = {each.signature.name: each for each in graph.library.function}
-            alone = [
-                known[node.attr["f"].func.name]
-                for node in graph.node
-                if node.attr["executor_type"].s == b"SINGLE_THREADED_EXECUTOR"
-            ]
-            self.assertLen(
-                alone, 4
-            )  # thresholds, candidates, the message, what it holds
-            types = {node.op for each in alone for node in each.node_def}
-            waiting = {"If", "StatelessIf", "While", "StatelessWhile", "Case"}
-            self.assertEmpty(types & (waiting | {"PartitionedCall"}))
 
     def test_sparsity_zero_selects_everything(self) -> None:
         for shape in ((8, 16), (128, 100)):

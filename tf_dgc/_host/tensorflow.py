@@ -1,12 +1,11 @@
 """Private names of TensorFlow: its runtime, seeds, graphs and datasets."""
 
 import contextlib
-import contextvars
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,10 +18,6 @@ with probe.imports():
     from tensorflow.python.ops import control_flow_util
 
 _ANSWER_SECONDS = 5.0  # of TensorFlow's coordination service
-_T = TypeVar("_T")
-_AS_IT_IS = tf.compat.v1.ConfigProto()
-_AS_IT_IS.graph_options.rewrite_options.disable_meta_optimizer = True
-_with_gpus = contextvars.ContextVar("tf_dgc_with_gpus", default=False)
 
 
 def wanted() -> list[tuple[Any, str]]:
@@ -31,13 +26,11 @@ def wanted() -> list[tuple[Any, str]]:
         (context.context(), "_initialized"),
         (context.context(), "abort_collective_ops"),
         (context.context(), "configure_coordination_service"),
-        (context.context(), "function_call_options"),
         (context.context(), "get_config_key_value"),
         (context.context(), "invoking_op_callbacks"),
         (context.context(), "report_error_to_cluster"),
         (context.context(), "set_config_key_value"),
         (context, "coordination_config_pb2"),
-        (context, "FunctionCallOptions"),
         (context, "global_seed"),
         (control_flow_util, "GraphOrParentsInXlaContext"),
         (dataset_ops, "UnaryUnchangedStructureDataset"),
@@ -219,44 +212,6 @@ def not_inlined(
         autograph=False,
         experimental_attributes={"_noinline": True},
     ).get_concrete_function()
-
-
-def in_one_thread(function: Callable[[], _T]) -> _T:
-    """Return what a pure function of many small operations returns.
-
-    In a graph it is a function of its own, which TensorFlow takes as it is, and one
-    thread does its operations one after the other: to hand each to another thread takes
-    longer than most of them. It must hold no conditions and no loops, for which such a
-    thread would wait. With several devices it is part of the graph, as it is where XLA
-    compiles that.
-    """
-    if tf.executing_eagerly() or compiled_by_xla() or _has_several_devices():
-        return function()
-    options = context.FunctionCallOptions("SINGLE_THREADED_EXECUTOR", _AS_IT_IS)
-    before = context.context().function_call_options
-    context.context().function_call_options = options
-    try:
-        found: _T = not_inlined(function)()
-    finally:
-        context.context().function_call_options = before
-    return found
-
-
-@contextlib.contextmanager
-def traced_as_with_gpus() -> Iterator[None]:
-    """Trace steps as they are where there are GPUs; of the laboratory."""
-    token = _with_gpus.set(True)
-    try:
-        yield
-    finally:
-        _with_gpus.reset(token)
-
-
-def _has_several_devices() -> bool:
-    """Tell whether operations of this process may be placed on one or another."""
-    kinds = ("CPU", "GPU")
-    devices = sum(len(tf.config.list_logical_devices(kind)) for kind in kinds)
-    return devices > 1 or _with_gpus.get()
 
 
 def outermost_function_graph() -> Any:

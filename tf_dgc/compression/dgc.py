@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.compression import arena, coarse, message, selection
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
@@ -182,20 +181,11 @@ def select(
         float16 with the exponent that brings the largest near the end of its range,
         "sign" and "log4" as codes.
     """
-    positions, values = _selected(residual, peaks, layout, plan, step)
-    return encoded(positions, values, layout, config.value_dtype)
-
-
-def _selected(
-    residual: tf.Tensor,
-    peaks: tf.Tensor,
-    layout: Layout,
-    plan: selection.Plan,
-    step: tf.Tensor,
-) -> tuple[tf.Tensor, tf.Tensor]:
     threshold = selection.thresholds(residual, peaks, layout, plan, step)
-    args = residual, peaks, layout, threshold, plan.slots, step
-    return selection.select(*args)
+    positions, values = selection.select(
+        residual, peaks, layout, threshold, plan.slots, step
+    )
+    return encoded(positions, values, layout, config.value_dtype)
 
 
 def encoded(
@@ -276,13 +266,8 @@ def send(
         for sparsity in sparsities
     ]
     plan = selection.one_of(plans, stage)
-    positions, values = _selected(residual, peaks, layout, plan, step)
-
-    def written() -> tf.Tensor:
-        chosen = encoded(positions, values, layout, config.value_dtype)
-        return _packed(form, layout, chosen, step)
-
-    return _host.tensorflow.in_one_thread(written)
+    chosen = select(residual, peaks, layout, plan, config, step)
+    return _packed(form, layout, chosen, step)
 
 
 def header(form: message.Format, layout: Layout, step: tf.Tensor) -> tf.Tensor:

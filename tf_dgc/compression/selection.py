@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.compression import arena as arenas
 from tf_dgc.compression.arena import BLOCK, Layout
 
@@ -151,14 +150,6 @@ def thresholds(
     Returns:
         shape [T], float32, positive.
     """
-    return _host.tensorflow.in_one_thread(
-        lambda: _thresholds(arena, peaks, layout, plan, step)
-    )
-
-
-def _thresholds(
-    arena: tf.Tensor, peaks: tf.Tensor, layout: Layout, plan: Plan, step: tf.Tensor
-) -> tf.Tensor:
     found = [tf.zeros([0])]
     with tf.device("CPU:0"):
         known = plan.samples
@@ -255,9 +246,16 @@ def select(
         Positions in the arena, ascending: shape [C'], int64, C' <= K; and what is
         there, shape [C'], float32.
     """
-    candidates, values = _host.tensorflow.in_one_thread(
-        lambda: _reaching(arena, peaks, layout, threshold)
-    )
+    of_block = tf.gather(threshold, arenas.of_blocks(layout))
+    # From blocks to lines to elements; a NaN is no reason to pass over its line.
+    by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
+    blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]
+    least = tf.gather(of_block, blocks)[:, tf.newaxis]
+    lines, _ = _within(blocks, ~(tf.gather(by_block, blocks) < least))
+    elements = tf.gather(tf.reshape(arena, [-1, LINE]), lines)
+    least = tf.gather(of_block, _shift(lines, BLOCK // LINE))[:, tf.newaxis]
+    candidates, index = _within(lines, tf.abs(elements) >= least)
+    values = tf.gather(tf.reshape(elements, [-1]), index)
 
     def kept() -> tuple[tf.Tensor, tf.Tensor]:
         best = strongest(candidates, values, layout, slots, step)
@@ -271,22 +269,6 @@ def select(
     for part in found:
         part.set_shape([None])
     return found
-
-
-def _reaching(
-    arena: tf.Tensor, peaks: tf.Tensor, layout: Layout, threshold: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Find the candidates of `select`: positions, and what is there."""
-    of_block = tf.gather(threshold, arenas.of_blocks(layout))
-    # From blocks to lines to elements; a NaN is no reason to pass over its line.
-    by_block = tf.reshape(peaks, [-1, BLOCK // LINE])
-    blocks = tf.where(~(tf.reduce_max(by_block, axis=1) < of_block))[:, 0]
-    least = tf.gather(of_block, blocks)[:, tf.newaxis]
-    lines, _ = _within(blocks, ~(tf.gather(by_block, blocks) < least))
-    elements = tf.gather(tf.reshape(arena, [-1, LINE]), lines)
-    least = tf.gather(of_block, _shift(lines, BLOCK // LINE))[:, tf.newaxis]
-    candidates, index = _within(lines, tf.abs(elements) >= least)
-    return candidates, tf.gather(tf.reshape(elements, [-1]), index)
 
 
 def strongest(

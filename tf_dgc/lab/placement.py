@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.config import AveragingConfig, DGCConfig
 from tf_dgc.exchanges import fused, inplace
 from tf_dgc.horovod.optimizer import DistributedOptimizer
@@ -258,8 +257,7 @@ def trace(step: PlacedStep) -> Any:
             return own(x, y)
 
     specs = [tf.TensorSpec([_ROWS, columns], dtype), tf.TensorSpec([_ROWS, 10])]
-    with _host.tensorflow.traced_as_with_gpus():
-        return run.get_concrete_function(*specs)
+    return run.get_concrete_function(*specs)
 
 
 def unwanted(found: Audit, embedding: bool = False) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import _host, values
+from tf_dgc import values
 from tf_dgc.compression import dgc, message, selection, warmup
 from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
@@ -389,7 +389,7 @@ def receive(form: message.Format, messages: tf.Tensor) -> message.Contents:
     Raises:
         tf.errors.InvalidArgumentError: one is damaged, or not of this step.
     """
-    found, faults = _host.tensorflow.in_one_thread(lambda: read(form, messages))
+    found, faults = read(form, messages)
     with tf.control_dependencies([require_sound(faults, found.header)]):
         return tf.nest.map_structure(tf.identity, found)
 
