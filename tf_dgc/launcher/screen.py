@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tf_dgc.launcher import output
 from tf_dgc.launcher.terminals import ScreenCursor, Terminal
-from tf_dgc.launcher.transcript import NOISE, Transcript
+from tf_dgc.launcher.transcript import NOISE, Transcript, first_to_fail
 from tf_dgc.launcher.warned import Warnings
 
 CHIEF = "0"
@@ -204,24 +204,17 @@ class Chief:
             if not there:
                 return
             reason, self._reason = self._reason, ""
-            failed: Transcript | None = None
-            text: list[bytes] = []
-            chief = self._transcripts.get(self.chief)
-            if worker and not (self._bare and worker == self.chief):
-                failed = _first_to_fail(self._transcripts, worker)
-                if failed.failure and chief and chief.failure == failed.failure:
-                    failed = chief
-                if failed is not chief:
-                    text = failed.traceback if failed.failure else list(failed.tail)
+            if not worker or (self._bare and worker == self.chief):
+                self._release(now=float("inf"))
+                return
+            failed = first_to_fail(self._transcripts, worker, self.chief)
+            text = [] if failed.name == self.chief else failed.last_words
             self._warnings.leave_out(text)
             self._release(now=float("inf"))
-            if failed is None:
-                return
             self._cursor.end_line()
-            if failed is chief:
-                self._end("" if self.terminal and failed.failure else reason, [])
-                return
-            if failed.name != worker:
+            if failed.name == self.chief:
+                reason = "" if self.terminal and failed.failure else reason
+            elif failed.name != worker:
                 reason = f"{reason}; worker {failed.label} failed first"
             self._end(reason, [f"[{failed.label}] ".encode() + line for line in text])
 
@@ -268,15 +261,6 @@ class Chief:
             self._cursor.insert(b"".join(lines))
         else:
             output.ERR.write(b"".join(lines))
-
-
-def _first_to_fail(transcripts: dict[str, Transcript], worker: str) -> Transcript:
-    """Return who failed first: by its traceback, else the one that ended first."""
-    ended = transcripts.setdefault(worker, Transcript(worker))
-    if not (ended.failure or ended.ends_too):
-        return ended  # killed, or it has left by itself; others met its end
-    failed = [each for each in transcripts.values() if each.failure]
-    return min(failed, key=lambda each: each.since, default=ended)
 
 
 class _Lines:

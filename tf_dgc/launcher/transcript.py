@@ -114,3 +114,26 @@ class Transcript:
             return b""
         frames = [line for line in self.traceback if line.startswith(b"  File")]
         return b"".join(frames) + message[0].partition(b":")[0]
+
+    @property
+    def last_words(self) -> list[bytes]:
+        """Lines of what may have ended the process; where nothing did, its last."""
+        return self.traceback if self.failure else list(self.tail)
+
+
+def first_to_fail(
+    transcripts: dict[str, Transcript], worker: str, chief: str
+) -> Transcript:
+    """Return who failed first: by its traceback, else the one that ended first.
+
+    Args:
+        transcripts: by the names of workers.
+        worker: the first that ended.
+        chief: stands for a worker that failed by the same.
+    """
+    found = transcripts.setdefault(worker, Transcript(worker))
+    if found.failure or found.ends_too:  # else killed, or left; others met its end
+        failed = [each for each in transcripts.values() if each.failure]
+        found = min(failed, key=lambda each: each.since, default=found)
+    own = transcripts.get(chief)
+    return own if own and own.failure and own.failure == found.failure else found

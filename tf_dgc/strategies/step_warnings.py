@@ -5,7 +5,7 @@ Each is logged once, on the chief.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.strategies import added_up
 from tf_dgc.strategies.current import Step
+from tf_dgc.strategies.readings import Reading
 from tf_dgc.transports.mesh import Mesh
 
 _logger = logging.getLogger("tf_dgc")
@@ -149,31 +150,8 @@ class StepWarnings:
             return
         if tf.executing_eagerly():
             self._counted.add(model)
-        for name in added_up.counters(model, writes(), losses.reading):
-            self.say(
-                f"The training step of {model.name!r} adds to {name!r} a number of "
-                "Python that tells its worker's rows, as `x.shape[0]`: each worker "
-                "counts its own. `tf.shape(x)[0]` becomes the number of all rows"
-            )
-        normalizes = any(
-            isinstance(layer, keras.layers.BatchNormalization)
-            for layer in _host.keras.layers_within(model)
-        )
-        if not (step.trains and normalizes):  # whose rows meet while they train
-            names = added_up.of_met_rows(model, writes(), losses.reading)
-            if names:
-                self.say(
-                    f"Metrics of {model.name!r} ({', '.join(names)}) are of outputs "
-                    f"made of sums or means over the rows of a batch: {_OWN_SUMS}"
-                )
-        for name, variable in added_up.others(model, writes(), losses.reading):
-            self.say(
-                f"The metric {name!r} keeps in {variable!r} what does not add up over "
-                "workers, as a maximum, a mean, a last value or a count of steps: one "
-                "process computes otherwise. Keep sums over rows there, or tell how "
-                "values of workers become one: `add_variable(aggregation='mean')`, or "
-                "'only_first_replica', where all compute the same"
-            )
+        for warning in _of_what_is_kept(model, step.trains, writes(), losses.reading):
+            self.say(warning)
 
 
 class WarningsInTurn(StepWarnings):
@@ -197,3 +175,44 @@ class WarningsOnServers(StepWarnings):
         self, step: Step, writes: Callable[[], list[_host.operations.Write]]
     ) -> None:
         """Say nothing: metrics are each worker's own."""
+
+
+def _of_what_is_kept(
+    model: keras.Model,
+    trains: bool,
+    writes: Sequence[_host.operations.Write],
+    reading: Reading,
+) -> Iterator[str]:
+    """Return warnings of what a step adds to variables that nobody trains.
+
+    Args:
+        model: of which the step is.
+        trains: whether workers meet in it to train.
+        writes: of the step.
+        reading: of it.
+    """
+    for name in added_up.counters(model, writes, reading):
+        yield (
+            f"The training step of {model.name!r} adds to {name!r} a number of "
+            "Python that tells its worker's rows, as `x.shape[0]`: each worker "
+            "counts its own. `tf.shape(x)[0]` becomes the number of all rows"
+        )
+    normalizes = any(
+        isinstance(layer, keras.layers.BatchNormalization)
+        for layer in _host.keras.layers_within(model)
+    )
+    if not (trains and normalizes):  # whose rows meet while they train
+        names = added_up.of_met_rows(model, writes, reading)
+        if names:
+            yield (
+                f"Metrics of {model.name!r} ({', '.join(names)}) are of outputs "
+                f"made of sums or means over the rows of a batch: {_OWN_SUMS}"
+            )
+    for name, variable in added_up.others(model, writes, reading):
+        yield (
+            f"The metric {name!r} keeps in {variable!r} what does not add up over "
+            "workers, as a maximum, a mean, a last value or a count of steps: one "
+            "process computes otherwise. Keep sums over rows there, or tell how "
+            "values of workers become one: `add_variable(aggregation='mean')`, or "
+            "'only_first_replica', where all compute the same"
+        )
