@@ -38,7 +38,7 @@ TESTED_IN: dict[str, str] = {
     "laws/test_sites": "exchanges.at_site",
     "laws/test_simulate": "strategies.one_by_one",
     "laws/test_transports": """transports.base transports.gathering transports.grid
-        transports.local""",
+        transports.local transports.named_calls""",
     "unit/test_averaging_strategy": """strategies.averaging_inner
         strategies.combining strategies.outer""",
     "unit/test_auto": """prediction.calibration prediction.choices prediction.costs

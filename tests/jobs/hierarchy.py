@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tf_dgc
 from tf_dgc import horovod as hvd
-from tf_dgc.transports.horovod import HorovodTransport
+from tf_dgc.transports.named_calls import NamedCalls
 
 
 def main() -> None:
@@ -45,15 +45,18 @@ def main() -> None:
 
     step()
 
-    original = HorovodTransport._call
+    original = NamedCalls.call
 
-    def call(own: Any, name: str, operation: Any, vector: tf.Tensor) -> tf.Tensor:
+    def call(
+        own: Any, operation: Any, place: str, name: str, vector: tf.Tensor
+    ) -> tf.Tensor:
         size = int(tf.size(vector)) * vector.dtype.size
-        ranks = list(operation.keywords["process_set"].ranks)
-        calls.append([operation.func.__name__, ranks, size])
-        return original(own, name, operation, vector)
+        ranks = list(own.among["process_set"].ranks)
+        kind = getattr(operation, "func", operation).__name__
+        calls.append([kind, ranks, size])
+        return original(own, operation, place, name, vector)
 
-    with mock.patch.object(HorovodTransport, "_call", call):
+    with mock.patch.object(NamedCalls, "call", call):
         step()
     results["calls"] = calls
     rows = tf.constant([10 * own.rank, 10 * own.rank + 1])

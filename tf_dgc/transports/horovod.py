@@ -1,19 +1,20 @@
 """Horovod's operations: Gloo or MPI on CPUs, NCCL on GPUs."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import tensorflow as tf
 
-from tf_dgc import _host
 from tf_dgc.transports import base, gathering
 from tf_dgc.transports.generation import Generation
 from tf_dgc.transports.local import LocalTransport
+from tf_dgc.transports.named_calls import NamedCalls
 from tf_dgc.transports.schedulers import SRUN_SIZE
 from tf_dgc.transports.turnstile import FLIGHT, GROUP, Turnstile
 from tf_dgc.transports.watchdog import Watchdog, complaint
@@ -143,35 +144,35 @@ class HorovodTransport(base.Transport):
             RuntimeError: Horovod sees one worker where MPI started several.
         """
         self.timeout = base.default_timeout() if timeout is None else timeout
-        self._among: dict[str, Any] = {}  # all, or a process set
         initialize(self.timeout)
         self.device = base.default_device()
-        self._wire = wire_device(import_horovod(), self.device)
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._start = tf.Variable([0], trainable=False, name="tf_dgc_start")
-        self._generation = Generation()
-        self._begin()
+        self._hvd = import_horovod()
+        self._wire = wire_device(self._hvd, self.device)
+        self._begin(Generation())
 
     @property
     def host(self) -> str:
         """Name of this worker's host, by which horovodrun knows it."""
         return os.environ.get("HOROVOD_HOSTNAME") or super().host
 
-    def _begin(self) -> None:
-        import horovod.tensorflow as hvd
-
-        self.rank, self.size = hvd.rank(), hvd.size()
+    def _begin(self, generation: Generation) -> None:
+        self.rank, self.size = self._hvd.rank(), self._hvd.size()
+        self._calls = NamedCalls(self.device, generation)
         # That were added, by their ranks: none may be added twice.
         self._process_sets: dict[tuple[int, ...], Any] = {}
-        self._functions: dict[tuple[str, tf.DType], Callable[..., tf.Tensor]] = {}
-        self._turnstile = Turnstile()
-        self._watchdogs = [Watchdog(self._turnstile.calls, self.timeout, self._abort)]
+        self._watchdogs: list[Watchdog] = []
+        self._watch()
 
     def aside(self, thread: threading.Thread) -> Self:
         """Return the same with a watchdog of its own; Horovod tells calls by names."""
         other = self._copy()
-        other._watch_apart(FLIGHT, thread)
+        other._calls = dataclasses.replace(self._calls, turnstile=Turnstile(FLIGHT))
+        other._watch(thread)
         return other
+
+    def _watch(self, thread: threading.Thread | None = None) -> None:
+        args = self._calls.turnstile.calls, self.timeout, self._abort
+        self._watchdogs.append(Watchdog(*args, waiting=thread))
 
     def _watch_no_more(self) -> None:
         for watchdog in self._watchdogs:
@@ -183,8 +184,7 @@ class HorovodTransport(base.Transport):
         What was traced before raises an error from now on.
         """
         self._watch_no_more()
-        self._generation = self._generation.next()
-        self._begin()
+        self._begin(self._calls.generation.next())
 
     def start_again(self) -> None:
         """Start Horovod after `shutdown`, and go on.
@@ -198,14 +198,12 @@ class HorovodTransport(base.Transport):
     def shutdown(self) -> None:
         """End Horovod, on all workers; what would meet the others then fails."""
         self._watch_no_more()
-        import_horovod().shutdown()
+        self._hvd.shutdown()
 
     def _abort(self) -> None:
-        import horovod.tensorflow as hvd
-
-        places = {self.rank: self._turnstile.where}
+        places = {self.rank: self._calls.turnstile.where}
         _logger.error(complaint(self.rank, self.timeout, places))
-        hvd.shutdown()  # fails what waits, on all workers
+        self._hvd.shutdown()  # fails what waits, on all workers
 
     def within(self, process_set: Any, apart: bool = False) -> Self:
         """Return the same among the workers of a process set, of which this is one.
@@ -216,9 +214,13 @@ class HorovodTransport(base.Transport):
         """
         other = self._copy()
         other.rank, other.size = process_set.rank(), process_set.size()
-        other._among, other._functions = {"process_set": process_set}, {}
+        turnstile = Turnstile(GROUP) if apart else self._calls.turnstile
+        among = {"process_set": process_set}
+        other._calls = dataclasses.replace(
+            self._calls, among=among, turnstile=turnstile
+        )
         if apart:
-            other._watch_apart(GROUP)
+            other._watch()
         return other
 
     def group(
@@ -228,53 +230,31 @@ class HorovodTransport(base.Transport):
 
         Horovod must have been started with HOROVOD_DYNAMIC_PROCESS_SETS=1.
         """
-        import horovod.tensorflow as hvd
-
         found: base.Transport = LocalTransport()
         for ranks in [each for each in parts if len(each) > 1]:
-            if len(ranks) == hvd.size():  # which cannot be added again
-                among = hvd.global_process_set
-            else:
-                among = self._process_sets.setdefault(tuple(ranks), None)
-                if among is None:
-                    among = hvd.add_process_set(list(ranks))
-                    self._process_sets[tuple(ranks)] = among
-            if hvd.rank() in ranks:
-                found = self.within(among, apart)
+            process_set = _process_set(self._hvd, ranks, self._process_sets)
+            if self._hvd.rank() in ranks:
+                found = self.within(process_set, apart)
         return found
-
-    def _watch_apart(self, unnamed: str, thread: Any = None) -> None:
-        """Count collectives of one's own, with a watchdog of one's own."""
-        self._turnstile, self._functions = Turnstile(unnamed), {}
-        args = self._turnstile.calls, self.timeout, self._abort
-        self._watchdogs.append(Watchdog(*args, waiting=thread))
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sum each tensor over the workers, one collective for each type."""
-        import horovod.tensorflow as hvd
 
         def reduce(vector: tf.Tensor) -> tf.Tensor:
             unique = f"HorovodAllreduce.tf_dgc.{name}.{vector.dtype.name}"
-            options = {"name": unique, "ignore_name_scope": True, **self._among}
-            operation = functools.partial(hvd.allreduce, op=hvd.Sum, **options)
-            with self._turnstile.at(name):
-                return self._call(unique, operation, vector)
+            operation = functools.partial(self._hvd.allreduce, op=self._hvd.Sum)
+            return self._calls.call(operation, name, unique, vector)
 
         with tf.device(self._wire):
             return base.fuse(tensors, reduce)
 
     def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Gather a tensor from each worker."""
-        import horovod.tensorflow as hvd
-
         unique = f"HorovodAllgather.tf_dgc.{name}"
-        options = {"name": unique, "ignore_name_scope": True, **self._among}
-        operation = functools.partial(hvd.allgather, **options)
         with tf.device(self._wire):
             bits, restore = gathering.unmoved(tensor)
-            with self._turnstile.at(name):
-                flat = tf.reshape(bits, [-1])
-                gathered = self._call(unique, operation, flat)
+            flat = tf.reshape(bits, [-1])
+            gathered = self._calls.call(self._hvd.allgather, name, unique, flat)
             shape = base.gathered_shape(self.size, tensor)
             result = restore(tf.reshape(gathered, shape))
         result.set_shape([self.size, *tensor.shape])
@@ -282,61 +262,27 @@ class HorovodTransport(base.Transport):
 
     def all_to_all(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send each worker a row of a tensor, and get one from each."""
-        import horovod.tensorflow as hvd
-
         unique = f"HorovodAlltoall.tf_dgc.{name}"
-        options = {"name": unique, "ignore_name_scope": True, **self._among}
-        operation = functools.partial(hvd.alltoall, **options)
         with tf.device(self._wire):
             bits, restore = gathering.unmoved(tensor)
-            with self._turnstile.at(name):
-                flat = tf.reshape(bits, [-1])
-                received = self._call(unique, operation, flat)
+            flat = tf.reshape(bits, [-1])
+            received = self._calls.call(self._hvd.alltoall, name, unique, flat)
             result = restore(tf.reshape(received, tf.shape(tensor)))
         result.set_shape(tensor.shape)
         return result
 
     def at_end(self, batches: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this worker has no more batches."""
-        return self._turnstile.at_end(batches)
-
-    def _call(
-        self, name: str, operation: Callable[[tf.Tensor], tf.Tensor], vector: tf.Tensor
-    ) -> tf.Tensor:
-        """Make a collective of a vector, by the same name eagerly and in a graph.
-
-        Horovod matches operations by name, and those that run eagerly have none; those
-        of functions that are inlined where they are called get another one. Its
-        `elastic.run` knows its own errors by names that begin so.
-        """
-
-        def call(vector: tf.Tensor) -> tf.Tensor:
-            vector = _flat(vector, self._start.read_value())
-            with self._turnstile.entered(vector, name) as leave:
-                return leave(operation(vector))
-
-        key = name, vector.dtype
-        if key not in self._functions:
-            any_length = [tf.TensorSpec([None], vector.dtype)]
-            with tf.init_scope(), tf.device(self.device):
-                self._functions[key] = _host.tensorflow.not_inlined(call, any_length)
-        if not tf.executing_eagerly():
-            with tf.control_dependencies([self._generation.require()]):
-                return self._functions[key](vector)
-        return self._functions[key](vector)
+        return self._calls.turnstile.at_end(batches)
 
 
-def _flat(tensor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-    """Return a tensor as a vector that no graph optimization takes for constant.
-
-    Horovod's operations count as stateless: one of a constant would be run once, while
-    the graph is optimized, and never again, whatever other workers do.
-
-    Args:
-        tensor: any shape.
-        start: 0 in a variable, shape [1].
-    """
-    # The whole of it, and not copied; but only the variable knows.
-    vector = tf.slice(tf.reshape(tensor, [-1]), start, [-1])
-    vector.set_shape([tensor.shape.num_elements()])
-    return vector
+def _process_set(
+    hvd: Any, ranks: Sequence[int], added: dict[tuple[int, ...], Any]
+) -> Any:
+    """Return the process set of some ranks, which is added where it is not yet."""
+    if len(ranks) == hvd.size():  # which cannot be added again
+        return hvd.global_process_set
+    key = tuple(ranks)
+    if key not in added:
+        added[key] = hvd.add_process_set(list(ranks))
+    return added[key]
