@@ -68,7 +68,8 @@ class Noting(keras.Model):
             self.seen.append([] if empty else x.ravel().tolist())
             return x
 
-        x = tf.numpy_function(note, [data[0], strategy.inner.share.empty], tf.float32)
+        empty = strategy.inner.share.rows.empty
+        x = tf.numpy_function(note, [data[0], empty], tf.float32)
         return super().train_step((tf.ensure_shape(x, [None, 1]), data[1]))
 
 

@@ -62,7 +62,7 @@ class Products:
             own_rows = found[:rows, : self._layer.units]
             return self._finished(own_rows, form, x.shape[:-1], bias)
 
-        model = self._strategy.inner.share.model
+        model = self._strategy.inner.share.step.model
         ends = logits.is_last(self._layer, model)
         if not ends and not ways.feeds_rows(self._layer, model):
             return home()

@@ -75,6 +75,6 @@ class Agreement:
         of_another = run.model.distribute_strategy is not core.strategy
         if begins or core.share is None or of_another:
             return
-        steps = core.share.steps_with_rows
+        steps = core.share.small_steps.count
         statistics.settle(run.model, core.transport, steps - self._settled)
         self._settled = steps

@@ -111,10 +111,10 @@ class Step:
 
     # What is known of tensors.
 
-    def note_asked(self, workers: int) -> None:
+    def note_asked(self) -> None:
         """Note that a script asks for N; it may divide by it."""
         if self.losses is not None and not _host.operations.called_by_library():
-            self.losses.reading.asked = workers
+            self.losses.reading.asked = self.losses.reading.workers
 
     def note_meeting(self, tensor: Any) -> None:
         """Note that workers meet in the forward pass, and get the same tensor."""

@@ -46,7 +46,7 @@ class Exchanging:
         """Return the gradients of all workers; see `BaseStrategy.exchange`."""
         if (share := self._core.share) is None:
             return list(gradients)
-        if share.model is None:
+        if share.step.model is None:
             raise RuntimeError(
                 "`strategy.exchange` must be called in a step of a model, as its "
                 "`train_step`, which `fit` runs"
@@ -163,7 +163,7 @@ class Exchanging:
 
 def _part_of_model(core: Core, owner: object, variables: Sequence[Any]) -> float:
     """Return what part variables are, in bytes, of what a model's step trains."""
-    model = None if core.share is None else core.share.model
+    model = None if core.share is None else core.share.step.model
     if model is None:
         limit = getattr(core.config, "bytes_per_step", None)
         others = [e for e in core.ledger.exchanges() if e.owner() is not owner]

@@ -137,7 +137,7 @@ class Inner:
         """Return N for a script, which may divide by it in the step that runs."""
         workers = self.core.mesh.replicas
         if self.share is not None:
-            self.share.note_asked()
+            self.share.step.note_asked()
         return ReplicaCount(workers) if workers > 1 else workers
 
     def run(self, fn: Any, args: Any, step: Callable[[Any], Any]) -> Any:

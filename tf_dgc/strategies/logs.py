@@ -93,6 +93,20 @@ class Logs:
         }
 
 
+class OwnLogs(Logs):
+    """Logs of steps of which each worker has its own."""
+
+    def agree(
+        self,
+        logs: Mapping[str, Any],
+        rows: float,
+        model: keras.Model | None = None,
+        testing: bool = False,
+    ) -> dict[str, Any]:
+        """Return the logs of this worker."""
+        return dict(logs)
+
+
 @contextlib.contextmanager
 def _noting(
     metrics: Sequence[keras.Metric],

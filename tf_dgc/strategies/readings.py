@@ -45,6 +45,7 @@ class Reading:
 
     Attributes:
         static: how many rows the batch has, where shapes tell.
+        workers: N.
         shapes: of tensors, by which some facts are told.
         asked: N, where the step itself has asked for it.
     """
@@ -65,7 +66,7 @@ class Reading:
             static: how many rows, where shapes tell.
             workers: N.
         """
-        self.static, self.asked = static, 0
+        self.static, self.workers, self.asked = static, workers, 0
         self._kept = [*rows, *splits]
         self._known = dict[int, Known]()
         for each in rows:

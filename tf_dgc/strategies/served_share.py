@@ -22,6 +22,7 @@ from tf_dgc.servers.turns import Turns
 from tf_dgc.strategies.conditions import OwnNumbers
 from tf_dgc.strategies.current import Current
 from tf_dgc.strategies.early import EarlyOnServers
+from tf_dgc.strategies.logs import OwnLogs
 from tf_dgc.strategies.means import OwnMeans
 from tf_dgc.strategies.rows import Rows
 from tf_dgc.strategies.share import Share
@@ -144,7 +145,7 @@ class ServedShare(Share):
 
     _rows, _early, _weights = RowsOnServers, EarlyOnServers, WeightsOnServers
     _means, _warnings = OwnMeans, WarningsOnServers
-    _conditions = OwnNumbers
+    _conditions, _logs = OwnNumbers, OwnLogs
 
     def __init__(self, transport: OverServers) -> None:
         """Create the variables, outside of any graph."""
@@ -163,12 +164,3 @@ class ServedShare(Share):
     def note_meeting(self, tensor: Any) -> None:
         """Tell that what a script gathers or reduces is of this worker alone."""
         self.warnings.met_nobody()
-
-    def agree_on_logs(
-        self,
-        logs: dict[str, Any],
-        model: keras.Model | None = None,
-        testing: bool = False,
-    ) -> dict[str, Any]:
-        """Return the logs of this worker."""
-        return logs

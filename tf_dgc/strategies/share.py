@@ -16,6 +16,7 @@ A worker without rows computes with a row of an earlier batch, which counts noth
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,6 +51,7 @@ class Share:
         clips_sum: whether optimizers clip what was exchanged, not what a worker brings
             to the exchange.
         rows: of this worker.
+        small_steps: of training, in which this worker has had rows.
         early: gradients that are exchanged before they are applied.
         applied: gradients that optimizers apply.
         weights: of gradients.
@@ -62,13 +64,10 @@ class Share:
 
     _rows, _early, _weights = Rows, Early, GradientWeights
     _means, _warnings, _conditions = StepMeans, StepWarnings, Conditions
+    _logs = Logs
 
     def __init__(
-        self,
-        mesh: Mesh,
-        clips_sum: bool,
-        local: bool,
-        averages: bool = False,
+        self, mesh: Mesh, clips_sum: bool, local: bool, averages: bool = False
     ) -> None:
         """Create the variables, outside of any graph.
 
@@ -82,8 +81,8 @@ class Share:
         self._mesh, self._current = mesh, Current()
         self.warnings = self._warnings(mesh)
         self.rows = self._rows(mesh, self._current)
-        self._small_steps, self._earlier = SmallSteps(), EarlierRows()
-        self.logs = Logs(mesh)
+        self.small_steps, self._earlier = SmallSteps(), EarlierRows()
+        self.logs = self._logs(mesh)
         self._followed: weakref.WeakSet[keras.Model] = weakref.WeakSet()
         self.decide(clips_sum, local, averages)
 
@@ -102,8 +101,7 @@ class Share:
         )
         args = mesh, current, rows, early, at_once, local
         self.applied = applied = AppliedGradients(*args)
-        small_steps = self._small_steps
-        self.weights = self._weights(mesh, current, rows, small_steps, local)
+        self.weights = self._weights(mesh, current, rows, self.small_steps, local)
         self.backward = Backward(
             mesh, current, rows, early, applied, warnings, at_once, local
         )
@@ -114,21 +112,6 @@ class Share:
     def step(self) -> Step:
         """The step that runs; without a model, where none does."""
         return self._current.step
-
-    @property
-    def model(self) -> keras.Model | None:
-        """The model of which a step runs, if one does."""
-        return self.step.model
-
-    @property
-    def steps_with_rows(self) -> int:
-        """Number of steps of training in which this worker has had rows, eagerly."""
-        return self._small_steps.count
-
-    @property
-    def empty(self) -> tf.Tensor:
-        """Tell whether this worker has no row in the step that runs: shape [], bool."""
-        return self.rows.empty
 
     def run(
         self, model: keras.Model, method: Any, args: Any, step: Callable[[Any], Any]
@@ -163,7 +146,7 @@ class Share:
         with self._current.entered(Step(model, may_be_empty, trains, alone)):
             self.rows.begin(count)
             if self._local or name == "train_step":
-                self._small_steps.note(~self.rows.empty)
+                self.small_steps.note(~self.rows.empty)
             return self.logs.noted(
                 model, name == "test_step", lambda: self._run(model, args, read, trains)
             )
@@ -186,13 +169,12 @@ class Share:
 
     def _read(self, args: Any, step: Callable[[Any], Any]) -> Any:
         """Run a step, so that its losses can be read."""
-        over = self.rows.over
-        replicas = self._mesh.replicas
+        over, replicas = self.rows.over, self._mesh.replicas
         reading = Reading(*slicing.tensors_of(args), replicas)
-        everybody, alone = self._mesh.everybody, self.step.alone
-        say = self.warnings.say
-        drawn = drawn_rows.of_step(reading, self.rows, everybody, alone, say)
-        self.step.losses = Losses(reading, over.size, self._total, over.rank, replicas)
+        own = self._mesh.everybody, self.step.alone, self.warnings.say
+        drawn = drawn_rows.of_step(reading, self.rows, *own)
+        total = functools.partial(_total, self.rows, self._current, self._local)
+        self.step.losses = Losses(reading, over.size, total, over.rank, replicas)
         with _host.operations.recorded() as writes, drawn.entered():
             logs = step(args)
             self._at_once.look_at_results(logs)
@@ -206,32 +188,31 @@ class Share:
         everybody, say = self._mesh.everybody, self.warnings.say
         return drawn_rows.run_own(args, step, everybody, self._local, say)
 
-    def _total(self, numbers: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Return sums over the rows of all workers; where a step is of some, about."""
-        rows = self.rows
-        if self._local:
-            return [rows.over.size * each for each in numbers]
-        if self.step.in_branch():
-            raise NotKnown(_host.operations.own_line())
-        found = rows.over.all_reduce(rows.counted(numbers), "loss_sums")
-        return found if rows.others == 1.0 else [rows.others * each for each in found]
-
-    def note_asked(self) -> None:
-        """Note that a script asks for N; it may divide by it in the step that runs."""
-        self.step.note_asked(self._mesh.replicas)
-
     def note_meeting(self, tensor: Any) -> None:
         """Note that workers meet in the forward pass, and get the same tensor."""
         self.step.note_meeting(tensor)
 
-    def agree_on_logs(
-        self,
-        logs: dict[str, Any],
-        model: keras.Model | None = None,
-        testing: bool = False,
-    ) -> dict[str, Any]:
-        """Return the same logs of a step on all workers; see `Logs.agree`."""
-        return self.logs.agree(logs, self.rows.last(), model, testing)
+
+def _total(
+    rows: Rows, current: Current, local: bool, numbers: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return sums over the rows of all workers; where a step is of some, about.
+
+    Args:
+        rows: of this worker.
+        current: the step that runs.
+        local: whether it is this worker's alone: all count as this one.
+        numbers: of this worker.
+
+    Raises:
+        NotKnown: in a branch, where workers cannot meet.
+    """
+    if local:
+        return [rows.over.size * each for each in numbers]
+    if current.step.in_branch():
+        raise NotKnown(_host.operations.own_line())
+    found = rows.over.all_reduce(rows.counted(numbers), "loss_sums")
+    return found if rows.others == 1.0 else [rows.others * each for each in found]
 
 
 def run_with_a_row(

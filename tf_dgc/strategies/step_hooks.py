@@ -54,7 +54,7 @@ def agree_on_logs(original: Callable[..., Any], model: Any, logs: Any) -> Any:
     share = share_of(model.distribute_strategy)
     if share is None or found is not logs or not isinstance(logs, dict):
         return found
-    return share.agree_on_logs(logs, model, _evaluates.get())
+    return share.logs.agree(logs, share.rows.last(), model, _evaluates.get())
 
 
 def leave_undivided(original: Callable[..., Any], value: Any) -> Any:
@@ -125,7 +125,8 @@ def decide_together(
 def decide_at_once(original: Callable[..., bool], tensor: Any) -> bool:
     """Decide an `if` of Python in an eager step by the rows of all workers."""
     share = share_of(tf.distribute.get_strategy())
-    if share is None or share.model is None or not _host.operations.asks_for_user():
+    outside = share is None or share.step.model is None
+    if outside or not _host.operations.asks_for_user():
         return original(tensor)
     return original(share.conditions.truth(tensor))
 
@@ -135,7 +136,7 @@ def write_those_of_all(
 ) -> Any:
     """Write numbers of the rows of all workers to what a script keeps."""
     share = share_of(tf.distribute.get_strategy())
-    if share is not None and share.model is not None:
+    if share is not None and share.step.model is not None:
         value = share.conditions.written(variable, value)
     return original(variable, value, *args, **kwargs)
 
