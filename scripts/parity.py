@@ -561,7 +561,8 @@ def report(folder: pathlib.Path) -> None:
     lines = [f"| {' | '.join(cells)} |" for cells in table]
     (folder / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    draw(list(groups.values()), folder / "plot.png")
+    if groups:
+        draw(list(groups.values()), folder / "plot.png")
 
 
 def draw(groups: list[list[dict[str, Any]]], file: pathlib.Path) -> None:

@@ -34,7 +34,7 @@ class FaultsTest(parameterized.TestCase):
         self.assertEqual(found["dropped"], 0)
 
     @parameterized.parameters(range(1))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_whoever_dies_at_a_drawn_moment_the_others_end(self, seed: int) -> None:
         self.check_drawn(seed)
 
@@ -63,7 +63,7 @@ class FaultsTest(parameterized.TestCase):
         # Who met the others at the end has what they have.
         self.assertLessEqual(len({each["digest"] for each in found}), 3)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_slow_worker_is_in_later_rounds(self) -> None:
         settings = {**SETTINGS, "quorum": 1, "slow": 1}
         with serving.Job(2, 1) as job:
@@ -108,6 +108,7 @@ print(json.dumps({"first": first[0], "rank": strategy.rank}), flush=True)
 
 @pytest.mark.processes
 class JoiningTest(unittest.TestCase):
+    @pytest.mark.extended
     def test_a_worker_joins_a_running_job_and_goes_on_where_it_is(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         script = folder / "train.py"

@@ -15,7 +15,7 @@ SCRIPT = str(launch.ROOT / "tests" / "jobs" / "backup.py")
 
 @pytest.mark.processes
 class BackupTest(parameterized.TestCase, unittest.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_sigkill_changes_nothing(self) -> None:
         self._check("hybrid", 0, 7)
 

@@ -84,7 +84,7 @@ def types_differ(transport: str) -> None:
 
 @pytest.mark.processes
 class CoarseValuesTest(unittest.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_train_to_the_same_bits_over_every_transport(self) -> None:
         found = []
         for transport in ("collective", "horovod", "hybrid"):
@@ -93,7 +93,7 @@ class CoarseValuesTest(unittest.TestCase):
         self.assertTrue(found[0]["fell"])
         self.assertEqual(found, [found[0]] * 6)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_in_rounds_of_averaging(self) -> None:
         args = {"transport": "collective", "value_dtype": "log4"}
         first, second = pool.run("collective", 2, "test_coarse", "by_averaging", **args)
@@ -107,6 +107,7 @@ class CoarseValuesTest(unittest.TestCase):
         )
         self.assertEqual(first["crc"], second["crc"])
 
+    @pytest.mark.extended
     def test_other_types_are_refused(self) -> None:
         with self.assertRaises(pool.WorkerError) as caught:
             args = {"transport": "collective"}

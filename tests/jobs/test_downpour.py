@@ -37,7 +37,7 @@ class LawsTest(tf.test.TestCase):
         self.assertGreater(found["pieces"], 1)  # a tensor was cut
         self.assertEqual(found["staleness"], 0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_one_worker_is_plain_keras_bit_for_bit(self) -> None:
         self.check_alone("sgd", "adam", "averages")
 
@@ -78,7 +78,7 @@ class LawsTest(tf.test.TestCase):
         kept = [np.abs(each["kept"][0]).sum() for each in found]
         self.assertAllGreater(kept, 0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_compression_of_nothing_is_sgd_and_what_is_kept_back_is_flushed(
         self,
     ) -> None:
@@ -141,7 +141,7 @@ class FitTest(tf.test.TestCase):
     def test_a_job_goes_on_from_its_backup_on_new_servers(self) -> None:
         self.check_goes_on()
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_does_one_of_workers_that_keep_something_back(self) -> None:
         compression = {"sparsity": 0.95, "min_elements": 1}
         first, then = self.check_goes_on(compression=compression)
@@ -169,7 +169,7 @@ class TogetherTest(tf.test.TestCase):
             self.assertEqual(each["pieces"], 2)
             self.assertAlmostEqual(each["loop"], -2 * (workers + 1), places=5)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_steps_of_all_workers_are_those_of_one_process(self) -> None:
         self.check_alike(3, 3e-6)
 
@@ -185,7 +185,7 @@ class TogetherTest(tf.test.TestCase):
     def test_so_they_are_eagerly(self) -> None:
         self.check_alike(2, 3e-6, eagerly=True)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_steps_do_not_wait_for_a_backup_worker_nor_does_the_end(self) -> None:
         settings = {"synchronous": True, "backup_workers": 1, "pause": 0.04}
         with serving.Job(3, 2) as job:
@@ -206,7 +206,7 @@ class RefusedTest(tf.test.TestCase):
         for text in texts:
             self.assertIn(text, task.text)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_who_does_not_fit_is_refused_by_name(self) -> None:
         with serving.Job(2, 1, TF_DGC_TIMEOUT="20") as job:
             first = job.worker(0, "train", steps=8000)
@@ -227,6 +227,7 @@ class RefusedTest(tf.test.TestCase):
             )
             self.assertIsNone(first.process.poll())  # they have done it no harm
 
+    @pytest.mark.extended
     def test_the_servers_of_a_job_that_has_ended_are_refused(self) -> None:
         with serving.Job(2, 1, TF_DGC_TIMEOUT="3") as job:
             self.fails(
@@ -280,7 +281,7 @@ class FaultsTest(tf.test.TestCase):
         dropped = self.check_replaced(250, max_staleness=4)
         self.assertEqual(dropped, [0, 0])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_steps_of_all_go_on_without_a_worker_that_is_killed(self) -> None:
         # Within a step it may be the one that applies it for all, and ends them.
         dropped = self.check_replaced(150, dies=30, synchronous=True)
@@ -299,7 +300,7 @@ class FaultsTest(tf.test.TestCase):
                 self.assertNotEqual(task.end(30), 0)
                 self.assertIn("Parameter server 1 (127.0.0.1:", task.text)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_server_that_is_killed_is_named_on_all_workers(self) -> None:
         self.check_named(signal.SIGKILL)
 

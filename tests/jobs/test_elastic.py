@@ -124,7 +124,7 @@ class AddRemoveTest(_Committed):
     how, hosts, sizes = "add_remove", "localhost:2", (2, 3, 2)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 class DieTest(_Committed):
@@ -162,6 +162,7 @@ class SharesTest(parameterized.TestCase, tf.test.TestCase):
     CONFIG = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
 
     @parameterized.parameters((3, 2), (2, 5), (1, 4), (4, 1))
+    @pytest.mark.few(1, 4)
     def test_sums_stay_whatever_the_number_of_workers(self, old: int, new: int) -> None:
         variable = tf.Variable(tf.zeros([50]))
 
@@ -195,7 +196,7 @@ class SharesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual([record.step for record in taken], [4])
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.processes
 class WithoutHorovodTest(tf.test.TestCase):
     def test_the_import_says_what_is_missing(self) -> None:
@@ -220,7 +221,7 @@ class ArgumentsTest(parameterized.TestCase, tf.test.TestCase):
         super().setUp()
         launch.skip_without_horovod()
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_bad_arguments_are_refused_and_a_commit_is_restored(self) -> None:
         completed = launch.run(SCRIPT, ".", "arguments", workers=1, timeout=100)
         self.assertEqual(completed.returncode, 0, completed.stderr)

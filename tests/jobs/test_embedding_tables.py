@@ -47,6 +47,7 @@ class TablesTest(unittest.TestCase):
             with self.subTest(expected):
                 self.assertIn(expected, text)
 
+    @pytest.mark.extended
     def test_workers_train_one_table(self) -> None:
         job = self.job(2, 2)
         tasks = [job.worker(rank, "together", rank=rank) for rank in range(2)]

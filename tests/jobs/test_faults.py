@@ -142,7 +142,7 @@ class FaultsTest(Faults):
     def test_when_something_happens_to_one_all_end(self) -> None:
         self.check_way("TF_CONFIG")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     @pytest.mark.timeout(600)
     def test_so_they_do_over_horovod(self) -> None:
         self.check_way("horovod")
@@ -153,13 +153,13 @@ class FaultsTest(Faults):
     def test_so_they_do_in_other_ways(self, way: str) -> None:
         self.check_way(way)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     @pytest.mark.timeout(600)
     def test_when_one_loses_its_network_all_end(self) -> None:
         self.check_network()
 
     # It has the service by which TensorFlow's workers know each other.
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_when_rank_0_is_killed_all_end(self) -> None:
         self._check([faults.Case("kill", "TF_CONFIG", "dgc", "sparse")], rank=0)
 
@@ -170,6 +170,7 @@ class FaultsTest(Faults):
         cases = [faults.Case(kind, "TF_CONFIG", "dgc", "sparse") for kind in kinds]
         self._check(cases, rank=0)
 
+    @pytest.mark.extended
     def test_what_hangs_at_the_exit_of_a_worker_that_failed_is_ended(self) -> None:
         code = """
     import atexit, sys, threading

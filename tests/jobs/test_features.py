@@ -173,14 +173,14 @@ class PairsTest(Features):
     __test__ = True
 
     @named(few())
-    @pytest.mark.few(5)
+    @pytest.mark.few(2, 5)
     def test_n_workers_train_alike(
         self, strategy: str, place: tuple[str, int], name: str
     ) -> None:
         self.check(strategy, place, name)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 class OtherPairsTest(Features):
     __test__ = True
 

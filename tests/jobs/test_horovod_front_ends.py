@@ -127,7 +127,7 @@ class FirstFrontEndsTest(FrontEnds):
         self.assertAllClose(one["rates"][-1], 0.002)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 class FrontEndsTest(FirstFrontEndsTest):
     arguments = ()
 
@@ -201,7 +201,7 @@ class FrontEndsTest(FirstFrontEndsTest):
         self.assertLess(one["scale"], 2.0**15)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 class HierarchyTest(parameterized.TestCase, tf.test.TestCase):

@@ -89,14 +89,15 @@ class HostsTest(unittest.TestCase):
         for mine, other in zip(one["bytes"], flat["bytes"], strict=True):
             self.assertLess(abs(mine - other), 100)
 
+    @pytest.mark.extended
     def test_hosts_train_as_workers_over_collectives(self) -> None:
         self.check("collective", "owners")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_hosts_train_as_workers_over_horovod(self) -> None:
         self.check("horovod", "allgather")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_hosts_train_as_workers_over_both(self) -> None:
         self.check("hybrid", "owners")
 

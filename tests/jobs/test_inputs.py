@@ -12,11 +12,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 class UnequalTest(parameterized.TestCase):
+    @pytest.mark.extended
     def test_all_rows_are_seen_once_and_who_ends_first_takes_part(self) -> None:
         self.check("collective", "file", 1)
 
     @parameterized.parameters(("horovod", "file", 3), ("collective", "function", 3))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_are_in_executions_of_several_steps(
         self, transport: str, make: str, steps_per_execution: int
     ) -> None:
@@ -45,6 +46,7 @@ class UnequalTest(parameterized.TestCase):
 
 
 class UnseededTest(parameterized.TestCase):
+    @pytest.mark.extended
     def test_what_is_drawn_without_a_seed_is_alike_or_refused(self) -> None:
         self.check("collective", "dense")
 

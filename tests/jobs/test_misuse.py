@@ -175,13 +175,14 @@ def named(longer: bool) -> Any:
 @pytest.mark.processes
 class MisuseTest(parameterized.TestCase, tf.test.TestCase):
     @named(longer=False)
+    @pytest.mark.few(12, 23)
     def test_every_worker_stops_with_a_clear_error(
         self, case: str, error: str, text: str
     ) -> None:
         self.check_stops(case, error, text)
 
     @named(longer=True)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_does_every_worker_of_others(
         self, case: str, error: str, text: str
     ) -> None:
@@ -200,7 +201,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(result.get("error"), error, output or str(result))
             self.assertRegex(result["text"], text)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_metric_that_one_worker_reads_is_named_before_the_time_is_out(
         self,
     ) -> None:
@@ -220,7 +221,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         found = pool.run("collective", 2, "misuse", "told", case=case)
         self.assertEqual(found, [{}, {}])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_numpy_input_is_shuffled_alike_without_a_seed(self) -> None:
         found, output, status = outcomes("rows_of_numpy_input_without_a_seed")
         self.assertEqual(status, 0, output)
@@ -236,7 +237,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         _, output, _ = outcomes("scope_forgotten_in_a_loop")
         self.assertIn("nothing was synchronised", output)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nan_on_one_worker_stops_all_and_changes_nothing(self) -> None:
         found, output, _ = outcomes("nan_raises")
         self.assertNotEmpty(found, output)
@@ -248,6 +249,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
             self.assertTrue(result["unchanged"])
             self.assertEqual(result["norm"], 0.0)
 
+    @pytest.mark.extended
     def test_nan_on_one_worker_can_be_skipped_by_all(self) -> None:
         found = pool.run("collective", 2, "misuse", "told", case="nan_skips")
         for result in found:
@@ -273,7 +275,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn(f"Worker 1 (127.0.0.1:{ports[1]}) did not come", result["text"])
         self.assertLess(result["seconds"], 30)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_who_waits_for_one_that_has_caught_an_error_is_told_of_it(self) -> None:
         # Long before the timeout, in which launch.run gives up.
         found, output, _ = outcomes("caught_on_the_chief", timeout=1000)
@@ -281,7 +283,7 @@ class MisuseTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIn("worker 0 no more, as it has left its `fit`", told, output)
         self.assertIn("OSError: no room", told)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_worker_that_is_done_stays_for_those_who_are_not(self) -> None:
         # They may still be fetching from it what it has sent them.
         found, output, status = outcomes("one_is_done_before_the_other")

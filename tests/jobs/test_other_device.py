@@ -7,7 +7,7 @@ import tensorflow as tf
 JOB = str(launch.ROOT / "tests/jobs/other_device.py")
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 class OtherDeviceTest(tf.test.TestCase):

@@ -52,10 +52,11 @@ class OwnersTest(unittest.TestCase):
         self.assertIn("OwnerSum", found[0]["sums"])
         self.assertEqual(found, [found[0]] * len(found))
 
+    @pytest.mark.extended
     def test_train_to_the_same_bits(self) -> None:
         self.check("float32", ("collective", 2))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_train_to_the_same_bits_over_every_transport(self) -> None:
         self.check("float32", ("collective", 2), ("horovod", 2), ("hybrid", 2))
 

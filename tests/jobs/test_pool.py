@@ -160,7 +160,7 @@ class PoolTest(parameterized.TestCase, unittest.TestCase):
         self.assertEqual(caught.exception.errors[0]["type"], "TimeoutError")
         self.assertNotIn(workers[0], run("pid"))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_no_worker_outlives_its_tests(self) -> None:
         code = """
         import pool, os, signal

@@ -30,7 +30,7 @@ FOLDER = launch.ROOT / "tests" / "jobs" / "scripts"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 # Random numbers are each worker's own: noise, dropout.
 NOISY = ("adversaries", "autoencoder")
-FIRST = ("multi_worker", "series")  # the others in the tier `extended`
+FIRST = ("multi_worker", "series")  # the others by -m slow
 # What these do with a strategy is theirs, whatever it is.
 OF_STRATEGIES = {
     "loop": "strategy = tf.distribute.get_strategy()",
@@ -181,7 +181,7 @@ class SetTest(parameterized.TestCase, Folders):
         self.assertEqual(self.files(self.one), self.files(self.several))
 
     @named("series")
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_no_line_is_changed(self, name: str) -> None:
         self.assert_same(name, settings.Settings("dense", {}), script(name))
 
@@ -196,7 +196,7 @@ class SetTest(parameterized.TestCase, Folders):
         scoped = script("series").replace("tf_dgc.DenseStrategy()", DGC)
         self.assert_same("series", chosen, scoped)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_the_chief_restores_all_get(self) -> None:
         chosen = settings.Settings("dense", {}).text()
         given = {"name": "restored", "folder": self.one, "chosen": chosen}
@@ -227,7 +227,7 @@ class ScriptTest(parameterized.TestCase, Folders):
         self.check_alike(name)
 
     @named(*(name for name in NAMES if name not in (*NOISY, *FIRST)))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_do_with_other_scripts(self, name: str) -> None:
         self.check_alike(name)
 
@@ -253,7 +253,7 @@ class ScriptTest(parameterized.TestCase, Folders):
             np.testing.assert_allclose(found, expected, TOLERANCE, TOLERANCE)
 
     @named(*NOISY)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_with_noise_two_workers_agree_and_learn(self, name: str) -> None:
         expected, found = self.run_both(name)
         self.assertEqual(json.dumps(found[1]), json.dumps(found[0]))
@@ -269,7 +269,7 @@ class ScriptTest(parameterized.TestCase, Folders):
         self.assertEqual(self.files(self.several), self.files(self.one))
 
     @named("series")
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_compressed_workers_agree(self, name: str) -> None:
         self.check_compressed(name)
 

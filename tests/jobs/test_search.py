@@ -50,7 +50,7 @@ class TunerTest(unittest.TestCase):
         self.assertEqual(found["best"], found["reloaded"])
         self.assertEqual(found["trials again"], sorted(found["trials"]))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_an_unchanged_script_trains_each_trial_on_all_workers(self) -> None:
         done = search(self.folder, "-n", "2", "--strategy", "dgc", "--", "Hyperband")
         one, two = launch.results(done)
@@ -63,7 +63,7 @@ class TunerTest(unittest.TestCase):
         names = {"oracle.json", "tuner0.json"} | {f"trial_{k}" for k in one["trials"]}
         self.assertEqual(there, names)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_trial_that_fails_on_one_worker_has_failed_on_all(self) -> None:
         options = "-n", "2", "--strategy", "dense"
         done = search(self.folder, *options, "--", "RandomSearch", "--fail")
@@ -73,7 +73,7 @@ class TunerTest(unittest.TestCase):
         self.assertEqual(statuses, ["COMPLETED", "FAILED", "COMPLETED"])
         self.assertIn("Worker 1: ValueError: worker 1 alone", one["messages"][0])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_groups_train_trials_at_once_and_a_killed_one_gives_its_trial_back(
         self,
     ) -> None:
@@ -87,7 +87,7 @@ class TunerTest(unittest.TestCase):
         self.assertRegex(done.stderr, r"Group 1 has ended during trial \d, which")
         self.assertNotIn("[1.0] {", done.stdout)  # groups end with the search
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_groups_of_one_worker_need_no_strategy(self) -> None:
         done = search(self.folder, "-n", "2", "--trials", "2", "--", "Hyperband")
         found = of_oracle(done)
@@ -98,6 +98,7 @@ class TunerTest(unittest.TestCase):
 
 @pytest.mark.processes
 class StudyTest(unittest.TestCase):
+    @pytest.mark.extended
     def test_all_workers_get_what_the_chief_has_decided(self) -> None:
         pytest.importorskip("optuna", reason=TUNER)
         path = str(ROOT / "studies.py")

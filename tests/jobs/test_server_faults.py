@@ -75,6 +75,7 @@ class Case:
 @pytest.mark.timeout(400)
 class ServerFaultsTest(parameterized.TestCase):
     @parameterized.parameters(range(1))
+    @pytest.mark.extended
     def test_all_end_and_each_push_counts_once(self, seed: int) -> None:
         self.check(Case.drawn(seed))
 

@@ -27,7 +27,7 @@ for task in range(len(cluster.ps)):
 """
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.processes
 class ServingTest(unittest.TestCase):
     def start(self, kind: str, index: int) -> serving.Task:

@@ -37,7 +37,7 @@ class SiteJobsTest(unittest.TestCase):
         self.assertLess(one["history"]["loss"][-1], one["history"]["loss"][0])
         return one
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_rounds_of_one_step_are_dense_training(self) -> None:
         found = self.check("dense", "collective")
         (alone,) = self.found("dense", "local", "a")
@@ -45,18 +45,19 @@ class SiteJobsTest(unittest.TestCase):
         for name, values in alone["history"].items():
             np.testing.assert_allclose(found["history"][name], values, 1e-5)
 
+    @pytest.mark.extended
     def test_sites_average_in_flight_over_horovod(self) -> None:
         self.check("in flight", "horovod")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_sites_compress_within_over_collectives(self) -> None:
         self.check("dgc", "collective")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_sites_average_in_flight_over_collectives(self) -> None:
         self.check("in flight", "collective")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_sites_compress_within_over_both(self) -> None:
         self.check("dgc", "hybrid")
 

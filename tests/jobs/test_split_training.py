@@ -81,11 +81,11 @@ class FewTest(Equal):
     __test__ = True
 
     @named(FEW)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_it_is_as_on_one_worker(self, *case: Any) -> None:
         self.check(case)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_workers_without_rows_train_their_part(self) -> None:
         # The last batch has a single row.
         self.check(("dense", "collective", 3, "adamw"), batch=89)

@@ -49,7 +49,7 @@ class SchedulersTest(unittest.TestCase):
             output += out.decode()
         self.assert_trained_together(outcomes(output))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_two_tasks_of_srun_on_two_hosts(self) -> None:
         netlab = netlab_rights.skip_without_laboratory()
         lab = self.enterContext(netlab.Laboratory(2, "1gbit"))

@@ -55,10 +55,11 @@ class EndsTogetherTest(parameterized.TestCase):
             if len(asked) == 1 and asked[0] > 0 and not case.get("compile"):
                 self.assertEqual(one["iterations"], asked[0] + 1)
 
+    @pytest.mark.extended
     def test_whoever_asks(self) -> None:
         self.check("dense", [ALL, SOME, ALL_IN_SILENCE, SOME_IN_SILENCE])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_averaging(self) -> None:
         self.check("averaging", [ALL, SOME])
 
@@ -67,7 +68,7 @@ class EndsTogetherTest(parameterized.TestCase):
     def test_in_all_settings(self, kind: str) -> None:
         self.check(kind, CASES)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_who_has_less_data_is_named(self) -> None:
         with self.assertRaises(pool.WorkerError) as caught:
             pool.run("collective", 2, "stops", "ends_early", rank_of_less=1)

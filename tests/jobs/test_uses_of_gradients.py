@@ -19,15 +19,16 @@ def trained(launcher: str, workers: int, **arguments: Any) -> list[Any]:
 @pytest.mark.processes
 class UsesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*sorted(uses_of_gradients.STEPS))
-    @pytest.mark.few(8)
+    @pytest.mark.few(3, 8)
     def test_weights_and_logs_are_those_of_one_process(self, name: str) -> None:
         self.check(name, eager=False)
 
     @parameterized.parameters(*sorted(uses_of_gradients.STEPS))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_are_eagerly(self, name: str) -> None:
         self.check(name, eager=True)
 
+    @pytest.mark.extended
     def test_python_decides_as_one_process_does(self) -> None:
         self.check("guarded_in_python", eager=True)
 
@@ -45,6 +46,7 @@ class UsesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(logs, alone[1], rtol=1e-4)
 
     @parameterized.parameters(*sorted(uses_of_gradients.TOLD))
+    @pytest.mark.extended
     def test_what_cannot_be_exchanged_before_leaves_workers_alike(
         self, name: str
     ) -> None:

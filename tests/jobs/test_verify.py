@@ -97,6 +97,7 @@ class VerifyTest(parameterized.TestCase):
             timeout=350,
         )
 
+    @pytest.mark.extended
     def test_a_script_that_computes_the_same_is_said_to(self) -> None:
         done = self.verify(NOISY)
         self.assertEqual(0, done.returncode, done.stdout + done.stderr)
@@ -111,7 +112,7 @@ class VerifyTest(parameterized.TestCase):
         self.assertIn(words, done.stdout)
 
     @parameterized.parameters(DEFAULT)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_changes_numbers_is_named(self, name: str) -> None:
         self.assert_named(*CAUSES[name])
 

@@ -293,7 +293,7 @@ class TrafficTest(tf.test.TestCase):
         self.assertLen(counted, 1)
         return counted.pop()
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_gradients(self) -> None:
         for workers, sparsity in ((3, 0.99), (2, 0.75), (8, 0.75)):
             with self.subTest(workers=workers, sparsity=sparsity):
@@ -311,7 +311,7 @@ class TrafficTest(tf.test.TestCase):
                     # Each all-reduce is counted in whole bytes.
                     self.assertBetween(predicted - counted, 0, 2, msg=name)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_models(self) -> None:
         for make, gradients, moving in (
             (small, 4 * (6400 + 3 * 64 + 3200 + 50), 2 * 4 * 64),
@@ -446,7 +446,7 @@ class CommandTest(tf.test.TestCase):
         self.assertLess(float(grid[2]), float(ring[2]))
         self.assertEqual(grid[1::2][:4], ring[1::2][:4])  # bytes
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_all_numbers_of_workers(self) -> None:
         status, out, _ = self._run("--model", "test_advise:small", "--steps", "1")
         self.assertEqual(status, 0)

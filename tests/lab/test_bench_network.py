@@ -169,7 +169,7 @@ class ArgumentsTest(unittest.TestCase):
 @pytest.mark.processes
 class RunTest(unittest.TestCase):
     @needs_lab
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_bytes_on_the_wire_are_those_of_the_formulae(self) -> None:
         with tempfile.TemporaryDirectory() as name:
             rows = ["dense/collective", "dgc/collective"]

@@ -62,7 +62,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(figures["accuracy"], 0.6)
         self.assertTrue(figures["identical"])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_digits_under_horovodrun(self) -> None:
         launch.skip_without_horovod()
         lines = run_example("digits", "--epochs", "1", launcher="horovod")
@@ -85,7 +85,7 @@ class ExamplesTest(unittest.TestCase):
         lines = run_example("digits", *arguments, workers=1)
         self.assertIn("workers            1, transport local", lines)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_custom_loop(self) -> None:
         lines = run_example("custom_loop", "--epochs", "4")
         self.assertIn("weights            bit-identical on all workers", lines)
@@ -93,14 +93,14 @@ class ExamplesTest(unittest.TestCase):
         self.assertLess(number_behind("epoch 4: loss", lines), 1.5)
         self.assert_compressed(lines, at_least=5)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_text(self) -> None:
         lines = run_example("text", "--epochs", "1", "--ratio", "20")
         self.assertIn("weights            bit-identical on all workers", lines)
         self.assertLess(number_behind("loss", lines), 2)  # log(28) is 3.3
         self.assert_compressed(lines, at_least=19)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_local_sgd(self) -> None:
         lines = run_example("local_sgd", "--epochs", "4", "--period", "8")
         # 18 steps an epoch: two rounds and one at its end.
@@ -117,7 +117,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertGreater(number_behind("test accuracy", lines), 60)
         self.assert_compressed(lines, at_least=5)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_horovod_fit(self) -> None:
         launch.skip_without_horovod()
         lines = run_example("horovod_fit", "--epochs", "5", launcher="horovod")
@@ -150,12 +150,13 @@ class ExamplesTest(unittest.TestCase):
         lines = run_example("split_layers", *small)
         self.assertGreater(number_behind("gradients sent", lines), 0)
 
+    @pytest.mark.extended
     def test_split_layers(self) -> None:
         lines = run_example("split_layers", "--features", "16", "--classes", "41")
         self.assertIn(f"parameters here    {16 * 21 + 41}", lines)
         self.assertLess(number_behind("loss", lines), 5)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_cifar10(self) -> None:
         random = np.random.default_rng(0)
         with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +173,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertRegex("\n".join(lines), r"test accuracy +\d+\.\d\d% of 32 images")
         self.assertGreater(number_behind("sent per worker", lines), 0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_search(self) -> None:
         reason = "the extra `search` brings it"
         pytest.importorskip("keras_tuner", reason=reason)
@@ -196,6 +197,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertEqual(number_behind("trials", ours), 2)
         self.assertGreater(number_behind("accuracy   ", ours), 20)
 
+    @pytest.mark.extended
     def test_map_reduce_regression(self) -> None:
         lines = run_example("map_reduce_regression", workers=4)
         four, one = (
@@ -214,7 +216,7 @@ class ExamplesTest(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "3 workers cannot share 400"):
             run_example("map_reduce_regression", workers=3)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_recommender(self) -> None:
         small = "--items", "2000", "--ratings", "40000", "--epochs", "4"
         lines = run_example("recommender", *small, servers=1)

@@ -14,7 +14,7 @@ from test_netlab import needs_lab
 SCRIPT = str(launch.ROOT / "tests" / "jobs" / "traffic.py")
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 class HostsTest(unittest.TestCase):

@@ -166,7 +166,7 @@ class LaunchTest(unittest.TestCase):
             self.assertIn(message, str(raised.exception))
 
     @pytest.mark.processes
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_workers_train_together(self) -> None:
         status, out, err = self.run_to_end(TRAIN, 200)
         self.assertEqual(status, 0, err)

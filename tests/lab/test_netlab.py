@@ -296,7 +296,7 @@ class NetworkTest(unittest.TestCase):
         self.assertIn("ssh: could not resolve hostname host3", err)
 
     @needs_lab
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_horovodrun(self) -> None:
         launch.skip_without_horovod()
         code = """
@@ -333,7 +333,7 @@ class EndTest(unittest.TestCase):
         return process, [int(pid) for line in lines for pid in line.split()[1:]]
 
     @needs_lab
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nothing_is_left(self) -> None:
         for end, expected in (("sys.exit(0)", 0), ("sys.exit(3 * rank)", 3)):
             with self.subTest(end):
@@ -347,6 +347,7 @@ class EndTest(unittest.TestCase):
                 self.assertEqual(left_of(process.pid), [])
 
     @needs_lab
+    @pytest.mark.extended
     def test_signals(self) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             with self.subTest(signal=signum.name):
@@ -369,7 +370,7 @@ class EndTest(unittest.TestCase):
             self.assertEqual(left_of(process.pid), [])
 
     @needs_lab
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_timeout(self) -> None:
         process, pids = self._ready("--timeout", "3")
         status, _, err = finish(process)

@@ -60,6 +60,7 @@ class StepTest(StepCase):
         with fused.forced(False):
             self.assert_stays(FAST)
 
+    @pytest.mark.extended
     def test_what_the_host_waits_for_is_known(self) -> None:
         def looked_at(name: str) -> kernels.Audit:
             return audit(placement.trace(placement.STEPS[name]), placement.LARGE)
@@ -89,11 +90,11 @@ class StepTest(StepCase):
 @pytest.mark.long
 class LongStepTest(StepCase):
     @parameterized.parameters(*LONG)
-    @pytest.mark.few(2)
+    @pytest.mark.few(0, 2)
     def test_stays_on_the_gpu(self, name: str) -> None:
         self.assert_stays(name)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_xla_compiles_is_lowered_for_gpus_and_changes_in_place(self) -> None:
         names = set()
         with mock.patch.dict(inplace._compiled, clear=True):  # of other tests
@@ -210,7 +211,7 @@ class AuditTest(tf.test.TestCase):
 
 @pytest.mark.long
 class CommandTest(tf.test.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_prints_a_table_of_the_steps_named(self) -> None:
         # By itself: it lowers all that this process has let XLA compile.
         done = subprocess.run(

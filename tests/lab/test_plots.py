@@ -34,6 +34,7 @@ class PlotsTest(tf.test.TestCase):
 
         pyplot.close("all")
 
+    @pytest.mark.extended
     def test_loss_and_compression_over_steps(self) -> None:
         history = trained()
         for given, steps in ((history, 4), (history.history, 1)):
@@ -46,12 +47,14 @@ class PlotsTest(tf.test.TestCase):
                 self.assertAllEqual(line.get_xdata(), [steps, 2 * steps, 3 * steps])
             self.assertEqual(left.get_xlabel(), "step" if steps > 1 else "epoch")
 
+    @pytest.mark.extended
     def test_a_fit_that_was_resumed_goes_on_where_it_was(self) -> None:
         history = trained()
         history.epoch = [5, 6, 7]
         (loss,) = plots.loss_and_compression(history).axes[0].get_lines()
         self.assertAllEqual(loss.get_xdata(), [24, 28, 32])
 
+    @pytest.mark.extended
     def test_steps_of_an_epoch_can_be_given(self) -> None:
         figure = plots.loss_and_compression(trained().history, steps_per_epoch=7)
         (loss,) = figure.axes[0].get_lines()

@@ -125,7 +125,7 @@ sys.exit(run.main(["-n", "2", {script!r}]))
         self.assertEqual((status, err), (0, ""))
         self.assertEqual(out, [f"[0] {told}", f"[1] {told}"])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_files_of_the_current_folder_hide_no_module(self) -> None:
         folder = self.folder / "scripts"
         folder.mkdir()

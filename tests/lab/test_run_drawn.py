@@ -177,6 +177,7 @@ class DrawnTest(Launched):
             with self.subTest(seed=seed):
                 self.job(random.Random(seed), f"{os.getpid()}-{seed}")
 
+    @pytest.mark.extended
     def test_drawn_jobs(self) -> None:
         self.run_seeds(range(8))
 

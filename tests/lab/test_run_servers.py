@@ -261,7 +261,7 @@ class ServersTest(WithServers):
                 self.assertIn(told, err)
                 self.assertFalse(any(is_alive(pid) for pid in pids_in(out)))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_worker_is_started_again_by_itself(self) -> None:
         script = self.script("""
             if kind == "ps":
@@ -281,6 +281,7 @@ class ServersTest(WithServers):
         self.assertIn(again, err)
         self.assertNotIn("others go on", err)
 
+    @pytest.mark.extended
     def test_so_is_the_last_that_runs(self) -> None:
         script = self.script("""
             if kind == "ps":
@@ -301,6 +302,7 @@ class ServersTest(WithServers):
         self.assertIn("worker 0 ended with status 9", err)
         self.assertNotIn("the others go on", err)  # there are none
 
+    @pytest.mark.extended
     def test_when_no_restarts_are_left_the_others_go_on(self) -> None:
         script = self.script("""
             if kind == "ps":
@@ -471,7 +473,7 @@ class ServersOnHostsTest(WithServers):
 
 @pytest.mark.processes
 class DownpourTest(Launched):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_script_without_a_strategy_survives_the_death_of_a_worker(self) -> None:
         (self.folder / "own.json").write_text('{"liveness": 2.0}')
         script = self.folder / "train.py"

@@ -89,6 +89,7 @@ class TerminalTest(unittest.TestCase):
             *("--strategy", "dgc", "--sparsity", "0.99", "train.py"),
         ]
 
+    @pytest.mark.extended
     def test_one_bar_is_seen_and_no_line_of_two_workers(self) -> None:
         status, text = on_a_terminal(self.command, self.folder)
         lines = screen_of(text)
@@ -107,7 +108,7 @@ class TerminalTest(unittest.TestCase):
             sent, r"^tf_dgc: \S+ KB a step and worker instead of 16\.0 KB "
         )
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_the_traceback_of_a_worker_is_whole_and_last(self) -> None:
         status, text = on_a_terminal([*self.command, "fail"], self.folder)
         lines = screen_of(text)

@@ -126,7 +126,7 @@ class ScriptTest(unittest.TestCase):
 
     @pytest.mark.processes
     @pytest.mark.timeout(200)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_short_run(self) -> None:
         printed, workers = self._soak()
         self.assertEqual(printed.count("yes "), 4)

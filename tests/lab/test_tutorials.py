@@ -47,7 +47,7 @@ def changed(script: str, additions: list[str], end: str) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 class PagesTest(unittest.TestCase):
     """Each script of a page is saved and started as the page says."""

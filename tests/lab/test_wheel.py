@@ -94,7 +94,7 @@ class WheelTest(unittest.TestCase):
         ]
         self.assertCountEqual(names, sources)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_is_installed_trains_a_script_from_anywhere(self) -> None:
         environment = self.install(self.build())
         (self.folder / "train.py").write_text(SCRIPT)

@@ -1,7 +1,6 @@
 """Any script gives on N workers what it gives in one plain Keras process.
 
-Drawn from `drawn.scripts`: by default those few that hold the most pairs of choices,
-and some more in the tier `extended`.
+Drawn from `drawn.scripts`: by default those few that hold the most pairs of choices.
 `-m slow` draws hundreds, and TF_DGC_DRAWS=5000 so many, other ones with each run.
 """
 
@@ -258,14 +257,14 @@ def named(begin: int, end: int) -> Any:
 
 class DrawnScriptTest(parameterized.TestCase, unittest.TestCase):
     @named(0, FEW)
-    @pytest.mark.few(2)
+    @pytest.mark.few(1, 2)
     def test_n_workers_give_what_one_process_gives(
         self, script: dict[str, Any]
     ) -> None:
         compared(script)
 
     @named(FEW, MORE)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_do_with_other_choices(self, script: dict[str, Any]) -> None:
         compared(script)
 

@@ -1,7 +1,6 @@
 """Drawn recipes give on N workers what one process gives, or are named.
 
-Few hold each choice of each table once: the first by default, the others in the tier
-`extended`. `-m slow` draws more, and
+Few hold each choice of each table once: the first by default. `-m slow` draws more, and
 TF_DGC_RECIPES=1000-1200 those of these seeds. What fails prints its script, which runs
 as it stands, with its choices and its seed.
 """
@@ -247,17 +246,18 @@ def _many() -> list[dict[str, Any]]:
 
 class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
     @named(few()[:FEW])
+    @pytest.mark.few(1, 3)
     def test_n_workers_give_what_one_process_gives_or_it_is_named(
         self, recipe: dict[str, Any]
     ) -> None:
         compared(recipe)
 
     @named(few()[FEW:MORE])
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_do_with_other_choices(self, recipe: dict[str, Any]) -> None:
         compared(recipe)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_queue_of_all_rows_is_written_by_workers_that_have_none(self) -> None:
         keeps = {"state": "queue", "size": "one_left", "mode": "scope"}
         plain = {"data": "numpy", "loss": "mean", "update": "applied", "stop": "none"}
@@ -268,7 +268,7 @@ class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
     def test_so_they_do_with_more_recipes(self, recipe: dict[str, Any]) -> None:
         compared(recipe, workers=2 + recipe["seed"] % 2)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_do_synchronous_servers(self) -> None:
         drawn = [recipes.drawn(seed, **recipes.ON_SERVERS) for seed in range(2)]
         gathers = recipes.ON_SERVERS | {"loss": "gathered"}
@@ -279,6 +279,7 @@ class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
         served([recipes.drawn(seed, **recipes.ON_SERVERS) for seed in range(2, 14)])
 
     @named([recipes.drawn(seed, **recipes.SIMULATED) for seed in range(2)])
+    @pytest.mark.extended
     def test_so_do_simulated_workers(self, recipe: dict[str, Any]) -> None:
         compared(recipe)
 

@@ -113,7 +113,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(a.tobytes(), b.tobytes())
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_workers_have_the_same_bits_after_each_period(self, kind: str) -> None:
         one, two = self.on_workers(kind, lambda worker: worker.train(0, 1, 2, 3).values)
         self.assert_same_bits(one, two)
@@ -141,7 +141,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(found, [])
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_owners_are_apart(self, kind: str) -> None:
         def work(worker: Worker) -> tuple[list[np.ndarray], list[np.ndarray]]:
             owner, variables = worker.another()
@@ -156,7 +156,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assert_same_bits(second, alone)
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_collectives_of_a_step_have_different_names(self, kind: str) -> None:
         def work(worker: Worker) -> list[tuple[str, str]]:
             transport: Any = worker.transport
@@ -173,7 +173,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertLen(set(names), len(names))
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_later_steps_are_not_traced_again(self, kind: str) -> None:
         worker = Worker(LocalTransport(), every_exchange()[kind]())
         traced = []
@@ -215,7 +215,7 @@ class ExchangeContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assert_same_bits(one, two)
 
     @parameterized.parameters(*every_exchange())
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_flush_leaves_nothing_behind(self, kind: str) -> None:
         def work(worker: Worker) -> tuple[float, int]:
             worker.train(0, 1, 2, 3)
@@ -337,6 +337,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
         return run_workers(2, run)
 
     @parameterized.parameters(*SERVED)
+    @pytest.mark.extended
     def test_workers_have_the_same_bits_once_all_have_fetched(self, kind: str) -> None:
         def work(worker: ServedWorker) -> Any:
             worker.train(0, 1, 2)
@@ -370,6 +371,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(-moved, sent - kept, 1e-4, 1e-4)
 
     @parameterized.parameters(*SERVED)
+    @pytest.mark.extended
     def test_gradients_keep_shapes_and_types(self, kind: str) -> None:
         def work(worker: ServedWorker) -> list[Any]:
             worker.exchange()
@@ -382,6 +384,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertIn(one, (None, form))
 
     @parameterized.parameters(*SERVED)
+    @pytest.mark.few(1, 3)
     def test_owners_are_apart(self, kind: str) -> None:
         def work(worker: ServedWorker) -> Any:
             owner, variables = worker.another()
@@ -396,6 +399,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(a.tobytes(), b.tobytes())
 
     @parameterized.parameters(*SERVED)
+    @pytest.mark.extended
     def test_flush_leaves_nothing_behind(self, kind: str) -> None:
         def work(worker: ServedWorker) -> Any:
             worker.train(0, 1)
@@ -406,6 +410,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(sum(kept), 0.0)
 
     @parameterized.parameters(*SERVED)
+    @pytest.mark.extended
     def test_what_is_told_goes_with_the_owner(self, kind: str) -> None:
         def work(worker: ServedWorker) -> tuple[int, int]:
             worker.train(0, 1)

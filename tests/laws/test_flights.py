@@ -107,7 +107,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(one, two)
 
     @parameterized.product(settings=SETTINGS, overlap=(1, 2, 4))
-    @pytest.mark.few(2)
+    @pytest.mark.few(1, 2)
     def test_they_are_what_the_formulas_say(self, settings: Any, overlap: int) -> None:
         found = run_workers(
             2, lambda t: Worker(t, period=4, overlap=overlap, **settings).train(14)
@@ -118,7 +118,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllClose(own, wanted, 1e-4, 1e-4)
 
     @parameterized.parameters(*SETTINGS)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_what_landed_has_the_same_bits_everywhere(self, **settings: Any) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, period=3, overlap=2, **settings)
@@ -130,7 +130,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same_bits(run_workers(3, work))
 
     @parameterized.parameters(*SETTINGS)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_where_workers_meet_all_have_the_same_bits(self, **settings: Any) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, period=3, overlap=3, averaged=1, **settings)
@@ -157,7 +157,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_same_bits([*at_once, *run_workers(2, lambda t: work(t, overlap=2))])
 
     @parameterized.product(settings=SETTINGS, steps=(5, 6, 7))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_a_restored_flight_lands_as_if_it_had_never_been_saved(
         self, settings: Any, steps: int
     ) -> None:
@@ -184,6 +184,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         for one, two in zip(expected, found, strict=True):
             self.assert_same_bits([one, two])
 
+    @pytest.mark.extended
     def test_a_state_is_restored_on_another_number_of_workers(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -222,6 +223,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
             for own, w, m in zip(values, start(), moved, strict=True):
                 self.assertAllClose(own, w + m, 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_in_a_graph_they_are_the_same(self) -> None:
         def work(graph: bool) -> list[np.ndarray]:
             settings = {"period": 3, "overlap": 2, "synchronous_steps": 2}
@@ -277,6 +279,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
             self.assertIn("not in the same round of the same", str(outcome))
 
+    @pytest.mark.extended
     def test_weights_that_have_drifted_apart_stop_all_workers(self) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=60, overlap=1)

@@ -280,6 +280,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
         (5, 0xBF80, "the scales of its values", "sign"),
         (5, 0xBF80, "the scales of its values", "log4"),
     )
+    @pytest.mark.few(4, 10)
     def test_nothing_is_changed_by_one_that_is_damaged(
         self, place: int, word: int, what: str, value_dtype: str = "float32"
     ) -> None:

@@ -194,7 +194,7 @@ class LawsTest(tf.test.TestCase):
 
     @steady
     @hypothesis.given(cases(), st.integers(1, STEPS - 1))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_7_a_restored_state_goes_on(self, case: Case, saved_at: int) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
@@ -234,7 +234,7 @@ CASES = (
 )
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 class WholeLawsTest(parameterized.TestCase, tf.test.TestCase):
     """The same where XLA compiles a step as a whole."""
 

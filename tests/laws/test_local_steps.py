@@ -138,7 +138,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertBetween(kept, 0.5e-10, 3e-10)
 
     @parameterized.parameters(0.0, 0.5)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_workers_stay_alike_where_a_step_of_all_follows_own_ones(
         self, first: float
     ) -> None:
@@ -170,7 +170,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             {"warmup_steps": 6, "warmup_stages": (0.75, 0.8)},
         ],
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(0, 2)
     def test_sent_and_kept_is_the_mean_of_what_all_would_step(
         self, name: str, settings: dict[str, Any]
     ) -> None:
@@ -208,7 +208,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(one.tobytes(), two.tobytes())
 
     @parameterized.parameters(*OPTIMIZERS)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_where_all_is_sent_it_is_the_optimizer_on_one_worker(
         self, name: str
     ) -> None:
@@ -227,7 +227,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             {"value_dtype": "sign", "warmup_steps": 3, "warmup_stages": (0.0, 0.5)},
         ],
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_simulated_workers_have_the_same_bits(
         self, name: str, settings: dict[str, Any]
     ) -> None:
@@ -248,6 +248,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(residual, np.stack([each[2] for each in real]))
 
     @parameterized.parameters("float16", "bfloat16")
+    @pytest.mark.extended
     def test_weights_of_16_bits_keep_their_type_and_the_same_bits(
         self, dtype: str
     ) -> None:
@@ -261,7 +262,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual({name for name, _ in one}, {dtype})
         self.assertTrue(all(any(octets) for _, octets in one[:3]))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_restored_worker_has_its_own_slots_again(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -285,6 +286,7 @@ class LocalStepsTest(parameterized.TestCase, tf.test.TestCase):
             for a, b in zip(one, two, strict=True):
                 self.assertEqual(a.tobytes(), b.tobytes())
 
+    @pytest.mark.extended
     def test_a_stage_that_is_dense_again_begins_with_the_mean_of_slots(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.on_workers(2, "Adam", lambda w: w.train(0, 1, 2).ledger.save(folder))

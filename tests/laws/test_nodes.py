@@ -120,7 +120,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
         (UNEVEN, None, "allgather"),
         (UNEVEN, MOMENTUM, "owners"),
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_are_as_numpy_computes_them(
         self, hosts: Any, momentum: Momentum | None, by: str
     ) -> None:
@@ -137,7 +137,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllClose(found[0].applied[step][i], expected[i], 1e-5, 1e-5)
 
     @parameterized.parameters((EVEN, "owners"), (UNEVEN, "allgather"))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_nothing_is_lost(self, hosts: Any, by: str) -> None:
         case = Nodes(whole=True).on(hosts)
         found = case.run(config_of(exchange=by))
@@ -152,6 +152,7 @@ class NodesTest(parameterized.TestCase, tf.test.TestCase):
         ]
         self.assertAllClose(applied + kept, sum(every), 1e-6, 1e-5)
 
+    @pytest.mark.extended
     def test_only_first_workers_send_and_no_more_than_one_worker_a_node(self) -> None:
         case, config = Nodes().on(EVEN), gathering()
 
@@ -204,6 +205,7 @@ class ToldTest(parameterized.TestCase, tf.test.TestCase):
         return outcomes(len(hosts), work)
 
     @parameterized.parameters(EVEN, APART, UNEVEN)
+    @pytest.mark.few(1, 3)
     def test_means_are_those_of_all_rows(self, *hosts: str) -> None:
         ranks = range(len(hosts))
         mean = sum(k * 10.0**k for k in ranks) / sum(ranks)
@@ -374,7 +376,7 @@ class SavedTest(parameterized.TestCase, tf.test.TestCase):
         return ledger, Case().variables()
 
     @parameterized.parameters((EVEN, "allgather"), (UNEVEN, "owners"))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_as_many_workers_go_on_bit_for_bit(self, hosts: Any, by: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
 
@@ -398,7 +400,7 @@ class SavedTest(parameterized.TestCase, tf.test.TestCase):
         (EVEN, (None,) * 2, "allgather"),
         (None, UNEVEN, "allgather"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_the_sum_stays_on_other_nodes_or_workers(
         self, before: Any, after: Any, by: str
     ) -> None:

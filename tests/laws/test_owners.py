@@ -231,6 +231,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
         st.sampled_from([1e-9, 0.5, 1, 1.7, 9.0]),
         st.integers(0, 3),
     )
+    @pytest.mark.extended
     def test_nothing_is_lost_of_integers(
         self, shapes: Any, workers: int, sparsity: float, growth: float, warmup: int
     ) -> None:
@@ -239,7 +240,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_conserved(case, case.run(config))
 
     @parameterized.parameters(*VALUE_DTYPES)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_nothing_is_lost_of_any_value_type(self, value_dtype: str) -> None:
         case = Case()
         found = case.run(config_of(value_dtype=value_dtype))
@@ -247,7 +248,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertTrue(all(np.any(each.z) for each in found))
 
     @parameterized.product(value_dtype=VALUE_DTYPES, warmup_steps=[0, 3])
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_workers_and_the_simulator_have_the_same_bits(
         self, value_dtype: str, warmup_steps: int
     ) -> None:
@@ -268,7 +269,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         workers=[2, 3], momentum=[None, Momentum(0.9, False), Momentum(0.5, True)]
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_are_as_numpy_computes_them(
         self, workers: int, momentum: Momentum | None
     ) -> None:
@@ -288,6 +289,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertAllClose(found[0].applied[step][i], expected[i], 1e-5, 1e-5)
         self.assertAllClose(sum(each.z for each in found), twin.waiting, 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_all_that_comes_is_passed_on_as_by_an_all_gather(self) -> None:
         # So many selected elements that no owner has too little room.
         for growth in (3, 3.5, float("inf")):
@@ -317,6 +319,7 @@ class OwnersTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(int(stats.received_bytes), 2 * (large + small))
             self.assertEqual(int(found.ledger.stats().received_bytes), large + small)
 
+    @pytest.mark.extended
     def test_other_ranks_change_no_sum(self) -> None:
         class Turned(Case):
             def gradients(self, rank: int, step: int) -> list[tf.Tensor]:
@@ -357,7 +360,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         to=[(2, "owners"), (4, "owners"), (3, "owners"), (3, "allgather")],
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_the_sum_stays_on_any_number_of_workers(self, to: tuple[int, str]) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         case = Case(whole=True)
@@ -392,6 +395,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(case.in_arena(flat), before, 1e-5)  # type: ignore[arg-type]
             self.assertEqual(after, 0.0)
 
+    @pytest.mark.extended
     def test_what_waits_at_owners_falls_with_the_learning_rate(self) -> None:
         case = Case(momentum=Momentum(0.0, False), rates=(1.0, 1.0, 1.0, 0.125))
 
@@ -408,7 +412,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
         applied = still.in_arena(after[0].applied[-1])
         self.assertAllClose(left + applied, 0.125 * owed, 1e-5, 1e-5)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_averaging_keeps_it_with_its_state(self) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())
         compression = config_of(min_elements=1, growth=0.5)
@@ -480,6 +484,7 @@ class DamageTest(parameterized.TestCase, tf.test.TestCase):
             self.assertFalse(np.any(z))
             self.assertEqual(step, 0)
 
+    @pytest.mark.extended
     def test_any_damage_is_named_or_read_within_the_arena(self) -> None:
         random = np.random.default_rng(0)
         refused = 0
@@ -585,7 +590,7 @@ class ManyTest(tf.test.TestCase):
         self.assertAllEqual(applied + kept, sum(every))
         self.assertTrue(np.any(found.z))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nothing_is_lost_of_256(self) -> None:
         self.check(256)
 
@@ -593,7 +598,7 @@ class ManyTest(tf.test.TestCase):
     def test_nothing_is_lost_of_1024(self) -> None:
         self.check(1024)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_model_trains(self) -> None:
         config = config_of(sparsity=0.9, growth=4, min_elements=1)
         strategy = simulate.SimulatedStrategy(64, config)

@@ -146,7 +146,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         make=[lambda: sgd(momentum=0.9), lambda: keras.optimizers.Adam(0.01)],
         clip_norm=[None, 0.05],
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_weigh_shares_of_unequal_rows_as_real_ones(
         self, make: Callable[[], Any], clip_norm: float | None
     ) -> None:
@@ -174,6 +174,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         for one, two in zip(found, expected, strict=True):
             self.assertAllClose(one, two, 1e-5, 1e-6)
 
+    @pytest.mark.extended
     def test_compress_as_many_as_there_are(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.995, min_elements=1)
         strategy = simulate.SimulatedStrategy(64, config)
@@ -189,6 +190,7 @@ class SimulatedWorkersTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(int(stats.sent_elements), 8 + 1 + 200 + 1)
         self.assertGreater(float(stats.residual_norm), 0.0)
 
+    @pytest.mark.extended
     def test_not_finite_on_one_stops_all(self) -> None:
         strategy = simulate.SimulatedStrategy(4, tf_dgc.DGCConfig(min_elements=1))
         model = small_model(strategy)
@@ -304,7 +306,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found[key], expected[key], 1e-5, 1e-5, msg=key)
 
     @parameterized.parameters(*LOSSES)
-    @pytest.mark.few(2)
+    @pytest.mark.few(0, 2)
     def test_gradients_of_simulated_workers_add_up(self, name: str) -> None:
         self.assert_like_one_process(name)
 
@@ -313,7 +315,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
             fitted("clipped", simulate.SimulatedStrategy(2))
 
     @parameterized.parameters("sum", "masked")
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_do_where_they_are_compressed(self, name: str) -> None:
         self.assert_like_one_process(name, tf_dgc.DGCConfig(**NOTHING_LEFT_OUT))
 
@@ -322,7 +324,7 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_so_they_do_eagerly(self, name: str) -> None:
         self.assert_like_one_process(name, eager=True)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_workers_that_meet_draw_once(self) -> None:
         """Sums are of the same random numbers as the gradients."""
 
@@ -385,7 +387,7 @@ class SizeOfGraphTest(parameterized.TestCase, tf.test.TestCase):
         momentum=[Momentum(0.9, False, 0.3), None],
         by=["allgather", "owners"],
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_does_not_depend_on_the_number_of_workers(
         self, simulated: bool, momentum: Momentum | None, by: str
     ) -> None:
@@ -448,6 +450,7 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, f"single workers alone.*{name}"):
             model.fit(features.batches(), verbose=0)
 
+    @pytest.mark.extended
     def test_state_of_another_number_of_workers(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
         folder = self.enterContext(tempfile.TemporaryDirectory())

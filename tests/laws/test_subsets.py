@@ -169,6 +169,7 @@ def everything(**others: Any) -> Any:
 class SubsetsTest(tf.test.TestCase):
     @steady
     @hypothesis.given(everything(momentum_masking=True))
+    @pytest.mark.extended
     def test_at_sparsity_0_each_variable_has_its_own_momentum(self, case: Case) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             ledger = compressing(transport, DGCConfig(**case.settings))
@@ -179,7 +180,7 @@ class SubsetsTest(tf.test.TestCase):
 
     @steady
     @hypothesis.given(cases())
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_sent_and_kept_are_what_was_accumulated(self, case: Case) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             ledger = compressing(transport, DGCConfig(**case.settings))
@@ -193,7 +194,7 @@ class SubsetsTest(tf.test.TestCase):
             for a, b in zip(one, other, strict=True):
                 self.assertEqual(a.tobytes(), b.tobytes())
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     @hypothesis.settings(steady, max_examples=4)
     @hypothesis.given(cases())
     def test_so_it_is_in_graphs_and_of_simulated_workers(self, case: Case) -> None:
@@ -205,7 +206,7 @@ class SubsetsTest(tf.test.TestCase):
 
     @hypothesis.settings(steady, max_examples=6)
     @hypothesis.given(cases(), st.integers(1, 3))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_restored_state_goes_on(self, case: Case, saved_at: int) -> None:
         """Sets that had a step before the save have one before it is restored."""
         with tempfile.TemporaryDirectory() as name:
@@ -222,7 +223,7 @@ class SubsetsTest(tf.test.TestCase):
         # Bits may differ: sets that share a step may sample by the number before.
         close(again.flush().applied, reference(case._replace(workers=1)))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     @steady
     @hypothesis.given(cases())
     def test_so_it_is_with_what_servers_are_given(self, case: Case) -> None:
@@ -259,7 +260,7 @@ class SubsetsTest(tf.test.TestCase):
             expected[i] = dense_momentum(case, i)
         close(total, expected)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     @hypothesis.settings(steady, max_examples=8)
     @hypothesis.given(cases(), st.integers(1, 3))
     def test_so_it_is_with_averaged_parameters(self, case: Case, period: int) -> None:
@@ -359,9 +360,11 @@ class FitTest(tf.test.TestCase):
             found = train()
         close(found, train())
 
+    @pytest.mark.extended
     def test_a_layer_is_frozen_between_fits(self) -> None:
         self.check(frozen_between)
 
+    @pytest.mark.extended
     def test_losses_alternate_over_a_trunk(self) -> None:
         self.check(alternating)
 

@@ -30,7 +30,7 @@ class InThisProcess(parameterized.TestCase, tf.test.TestCase):
         run_workers(workers, contract.CHECKS[name])
 
     @parameterized.product(name=EAGER, workers=[9, 12])
-    @pytest.mark.few(14)
+    @pytest.mark.few(5, 14)
     def test_a_grid_over_loopback(self, name: str, workers: int) -> None:
         def work(transport: Transport) -> None:
             contract.CHECKS[name](grid.Grid(transport))
@@ -137,6 +137,7 @@ class Contract(parameterized.TestCase, tf.test.TestCase):
         cls.__test__ = True
 
     @parameterized.parameters(*contract.CHECKS)
+    @pytest.mark.few(10, 20)
     def test_contract(self, name: str) -> None:
         arguments = {"name": name, "transport": self.transport}
         found = pool.run(self.transport, self.workers, "contract", "keeps", **arguments)

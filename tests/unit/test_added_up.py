@@ -97,6 +97,7 @@ class AddedUpTest(parameterized.TestCase, tf.test.TestCase):
         for how in OTHERS:
             self.assertTrue(any(f"metric '{how}_sum' keeps in" in x for x in told), how)
 
+    @pytest.mark.extended
     def test_what_adds_up_is_that_of_one_process_and_all_else_is_told(self) -> None:
         expected = fitted(True)
         with self.assertLogs("tf_dgc", "WARNING") as logs:
@@ -113,6 +114,7 @@ class AddedUpTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found["largest_only_first_replica"], of_first)
             self.assertAllClose(found["largest_mean"], (of_first + of_second) / 2)
 
+    @pytest.mark.extended
     def test_so_it_is_told_of_a_step_that_is_traced(self) -> None:
         with self.assertLogs("tf_dgc", "WARNING") as logs:
             with simulate.SimulatedStrategy(2).scope():
@@ -136,7 +138,7 @@ class MetRowsTest(parameterized.TestCase, tf.test.TestCase):
     """Metrics and predictions that depend on which rows a worker has."""
 
     @parameterized.parameters(list(MIXING))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_are_told_where_a_model_adds_up_rows(self, mixing: str) -> None:
         x, y = features.regression(8)
 

@@ -137,6 +137,7 @@ class ChoiceTest(parameterized.TestCase, tf.test.TestCase):
         found = self._choose(Network(1e15, 0.0), allow=("averaging", "dense"))
         self.assertEqual(found.strategy, "dense")
 
+    @pytest.mark.extended
     def test_what_is_chosen_is_at_most_5_percent_slower_than_the_better(self) -> None:
         for bandwidth in np.geomspace(1e6, 1e12, 49):
             for workers in (2, 4, 33, 256):
@@ -192,7 +193,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
         ("dgc", SLOW, ("dense", "dgc")),
         ("averaging", Network(1e6, 1.0), ("dense", "dgc", "averaging")),
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_it_trains_as_what_it_has_chosen(
         self, expected: str, network: Network, allow: tuple[str, ...]
     ) -> None:
@@ -238,6 +239,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
         ):
             self.assertEqual(run_workers(2, work), [expected] * 2)
 
+    @pytest.mark.extended
     def test_a_choice_is_restored_and_not_made_again(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -259,7 +261,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(choice, before)
                 self.assertEqual(config.get_config(), before.config)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_state_of_another_choice_is_refused_after_a_step(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -279,7 +281,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertIsInstance(error, ValueError)
                 self.assertRegex(str(error), "before the first step.*'dgc'.*'dense'")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_another_strategy_reads_its_state(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -304,6 +306,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertIsNone(strategy.choice)
         self.assertIsNone(strategy.config)
 
+    @pytest.mark.extended
     def test_what_dgc_would_change_is_dense(self) -> None:
         class Own(keras.Sequential):
             def train_step(self, data: Any) -> Any:
@@ -339,7 +342,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertIn("dgc is left out: ", choice.reason)
                 self.assertIn(reason, choice.reason)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_loop_of_ones_own_chooses_in_its_first_step(self) -> None:
         def loop(strategy: Any) -> Any:
             with strategy.scope():
@@ -382,7 +385,7 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
 
 @pytest.mark.long
 class CalibrationTest(tf.test.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_is_measured_is_positive(self) -> None:
         def work(transport: Loopback) -> Any:
             return calibration.network(transport)

@@ -45,7 +45,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 tf_dgc.ParameterAveragingStrategy(config, transport="local")
         self.assertEqual(averaging().config, tf_dgc.AveragingConfig())
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_alone_and_plain_it_is_keras(self) -> None:
         keras.utils.set_random_seed(1)
         expected = fit(tf.distribute.get_strategy(), epochs=2)
@@ -55,7 +55,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
             np.testing.assert_array_equal(one, two)
 
     @parameterized.parameters({}, {"steps_per_execution": 3}, {"run_eagerly": True})
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_alone_a_round_in_flight_changes_nothing(self, **compiled: Any) -> None:
         keras.utils.set_random_seed(1)
         expected = fit(tf.distribute.get_strategy(), epochs=2)
@@ -129,7 +129,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         fit(strategy, *layers)
         self.assertEqual(averaged_by(strategy), expected)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_pattern_that_matches_nothing_is_told(self) -> None:
         strategy = averaging(non_trainable=("moving_mean", "*"))
         with self.assertLogs("tf_dgc", "WARNING") as logs:
@@ -167,7 +167,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(averaged_by(strategy), ["moving_mean:0", "moving_variance:0"])
         self.assertLen(other.non_trainable_weights, 2)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_averages_of_weights_are_averaged_and_slots_where_asked(self) -> None:
         for average_slots, expected in ((False, 4), (True, 8)):
             strategy = averaging(average_slots=average_slots)
@@ -203,7 +203,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual([int(f) for f in strategy.round_stats()[:3]], [1, 64, 0])
 
     @parameterized.parameters("instance", "function", "settings")
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_an_outer_optimizer_steps_as_keras_does(self, given: str) -> None:
         # Alone, the mean is one's own: the outer optimizer sees what a period changed.
         def make() -> keras.optimizers.Optimizer:
@@ -232,7 +232,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
         fit(strategy, layer, epochs=2)
         self.assertAllGreaterEqual(layer.kernel, 0.0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_constraints_hold_after_rounds_and_flush(self) -> None:
         compression = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
         strategy = averaging(period=3, compression=compression)
@@ -253,7 +253,7 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
 
         fit(averaging(period=2), Masked())
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_evaluation_and_prediction_do_not_change_a_training(self) -> None:
         # Epochs end with a round anyway; what evaluates after it finds nothing to do.
         keras.utils.set_random_seed(1)

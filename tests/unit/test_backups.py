@@ -193,7 +193,7 @@ class CrashTest(parameterized.TestCase, tf.test.TestCase):
         ({"save_freq": 1}, [Crash]),
         ({}, [OSError, errno.ENOSPC, "No space left on device"]),
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_wherever_it_dies_it_goes_on_from_its_last_backup(
         self, settings: dict[str, Any], error: list[Any]
     ) -> None:
@@ -311,6 +311,7 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
         self.assertRegex(str(second), "must be a folder that all workers can write")
 
     @parameterized.parameters(True, False)
+    @pytest.mark.extended
     def test_backups_go_when_all_have_ended_well(self, shared: bool) -> None:
         def job(transport: Loopback, ends: tuple[int, ...]) -> list[str]:
             place = self.folder if shared else self.folder / str(transport.rank)
@@ -355,6 +356,7 @@ class OwnerTest(parameterized.TestCase, tf.test.TestCase):
             owners.clear(self.folder)
 
     @pytest.mark.processes
+    @pytest.mark.extended
     def test_how_a_process_ends_is_noted(self) -> None:
         cases = {
             "": False,

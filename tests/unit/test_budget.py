@@ -107,7 +107,7 @@ class BudgetTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         ({"bytes_per_step": 9000}, 9000), ({"ratio": 20}, (4 * 97 * 512 + 4) / 20)
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_a_training_sends_as_much_as_it_says(
         self, settings: dict[str, Any], most: float
     ) -> None:
@@ -120,7 +120,7 @@ class BudgetTest(parameterized.TestCase, tf.test.TestCase):
         model.fit(x, x[:, :1], batch_size=12, verbose=0)
         self.assertBetween(int(strategy.stats().sent_bytes), 0.98 * most, most)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_optimizers_of_a_model_share_it(self) -> None:
         x = np.random.default_rng(0).normal(size=(24, 96)).astype(np.float32)
 

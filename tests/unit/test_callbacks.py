@@ -93,7 +93,7 @@ class CompressionStatsTest(tf.test.TestCase):
         # What was not sent once in an epoch of 4 steps is at least that much.
         self.assertGreater(found.history["stale"][-1], 0.3)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_rounds_of_averaging_are_told(self) -> None:
         config = tf_dgc.AveragingConfig(period=3)
         strategy = tf_dgc.ParameterAveragingStrategy(config, transport="local")
@@ -106,7 +106,7 @@ class CompressionStatsTest(tf.test.TestCase):
         self.assertEqual(found.history["distance"], [0.0, 0.0])  # alone
         self.assertContainsSubset(FIGURES - {"stale"}, found.history)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_figures_by_tensor(self) -> None:
         strategy = compressing()
         model = model_of(strategy)
@@ -124,6 +124,7 @@ class CompressionStatsTest(tf.test.TestCase):
         sent = sum(t.density * t.elements for t in strategy.tensor_stats())
         self.assertAllClose(sent, sum(slots.values()), 1e-6)
 
+    @pytest.mark.extended
     def test_figures_come_into_files_and_the_progress_bar(self) -> None:
         path = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "log"
         bar = self.enterContext(mock.patch("sys.stdout.write"))
@@ -200,7 +201,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         (compressing, 12),
         (lambda: tf_dgc.DenseStrategy(transport="local"), 7),
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_job_that_was_killed_ends_as_one_that_was_not(
         self, make: Any, killed_at: int
     ) -> None:
@@ -215,7 +216,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(epochs, list(range(killed_at // 4, 5)))
 
     @parameterized.parameters((compressing, 7, 2), (averaging, 7, 2))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_a_job_that_was_killed_within_an_epoch_loses_few_steps(
         self, make: Any, killed_at: int, save_freq: int
     ) -> None:
@@ -311,7 +312,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(bool(list(place.glob("*.data.index"))), told)
         self.assertEqual(job("b", None), expected)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_damaged_place_in_the_data_is_named(self) -> None:
         with self.assertRaises(Killed):
             self.train(compressing, 3, save_freq=1)
@@ -325,7 +326,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "after 3 batches.* Received: 2 batch"):
             positions.read_again(iter([1, 2]), 3)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_is_not_marked_as_whole_is_not_used(self) -> None:
         expected, _ = self.train(compressing, save_freq=1)
         end_process(True)
@@ -339,7 +340,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         found, _ = self.train(compressing, save_freq=1)
         self.assertEqual((found, self.steps), (expected, 18))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_few_backups_are_kept(self) -> None:
         with self.assertRaises(Killed):
             self.train(compressing, 7, save_freq=1)
@@ -348,6 +349,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         within = [f"epoch-00001-step-{step:08d}" for step in (1, 2, 3)]
         self.assertEqual(names, ["epoch-00001", *within])
 
+    @pytest.mark.extended
     def test_a_disk_that_is_full_is_told_at_the_next_backup(self) -> None:
         error = OSError(28, "No space left on device")
         with (
@@ -356,7 +358,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         ):
             self.train(compressing, save_freq=1)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_the_clock_decides_when(self) -> None:
         with mock.patch.object(within_epoch, "_ASKED", 2):
             for seconds, expected in (
@@ -380,7 +382,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "Only one of `save_freq` and"):
             callbacks.BackupState("x", save_freq=1, save_seconds=1)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_other_callbacks_remember_is_continued(self) -> None:
         def job(folder: str, killed: bool) -> Any:
             keras.utils.set_random_seed(5)
@@ -424,7 +426,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(again, epochs[4:])
 
     @parameterized.parameters(True, False)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_one_that_dies_in_validation_decides_as_it_would_have(
         self, known: bool
     ) -> None:
@@ -468,7 +470,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         wait_for_writers()
         self.assertEqual(job("b", False), expected)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_each_fit_of_a_script_goes_on_from_its_own_backup(self) -> None:
         def script(folder: str, killed: bool, first: bool = True) -> Any:
             keras.utils.set_random_seed(5)
@@ -558,7 +560,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(found, expected)
         self.assertEqual(epochs, [2, 3, 4])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_backup_that_is_not_whole_is_not_used(self) -> None:
         with self.assertRaises(Killed):
             self.train(compressing, 9)
@@ -570,7 +572,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         _, epochs = self.train(compressing)
         self.assertEqual(epochs, [2, 3, 4])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_second_fit_begins_at_its_own_epoch(self) -> None:
         with self.assertRaises(Killed):
             self.train(compressing, 9)
@@ -581,7 +583,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         second = model.fit(features.batches(), epochs=2, **settings)
         self.assertEqual((first.epoch, second.epoch), ([0, 1, 2, 3], [0, 1]))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_other_optimizers_have_no_part_in_it(self) -> None:
         def two_phases(folder: str, first_epochs: int, steps: int | None) -> Any:
             keras.utils.set_random_seed(5)
@@ -609,7 +611,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
             two_phases("b", 2, 6)
         self.assertEqual(two_phases("b", 0, None), expected)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_backups_stay_where_that_is_asked_for(self) -> None:
         self.train(compressing, delete_checkpoint=False)
         end_process(True)
@@ -639,7 +641,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "`backup_dir` must be the path of a"):
             callbacks.BackupState("")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_backup_of_another_model_is_refused(self) -> None:
         with self.assertRaises(Killed):
             self.train(compressing, 9)
@@ -665,6 +667,7 @@ class BackupStateTest(parameterized.TestCase, tf.test.TestCase):
         model.fit(data.repeat(rows), epochs=2, verbose=0, callbacks=[backup])
         end_process(False)
 
+    @pytest.mark.extended
     def test_a_fit_that_is_passed_over_is_told(self) -> None:
         with self.assertNoLogs("tf_dgc", "WARNING"):
             self.fit_small(4, 3)

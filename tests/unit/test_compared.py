@@ -53,18 +53,19 @@ class EndOfFitTest(parameterized.TestCase, tf.test.TestCase):
         return loopback.run_workers(2, work)
 
     @parameterized.product(strategy=["DenseStrategy"], when=["batch", "end"])
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_weights_set_on_one_worker_stop_all(self, strategy: str, when: str) -> None:
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drifted apart"):
             self.trained(1.0, strategy, when)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_weights_that_differ_by_rounding_become_those_of_the_chief(self) -> None:
         with self.assertLogs("tf_dgc", "WARNING") as logs:
             one, other = self.trained(1e-8, "DenseStrategy", "end")
         self.assertLen([e for e in logs.output if "by rounding" in e], 1)
         self.assertAllEqual(one[0], other[0])
 
+    @pytest.mark.extended
     def test_where_the_environment_says_never_nothing_is_compared(self) -> None:
         with mock.patch.dict("os.environ", TF_DGC_CHECK_STEPS="0"):
             one, other = self.trained(1.0, "DenseStrategy", "end")

@@ -124,7 +124,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             np.testing.assert_array_equal(a, b)
 
     @parameterized.product(name=list(structures(1)), sizes=[(13, 5, 2), (9, 4, 3)])
-    @pytest.mark.few(10)
+    @pytest.mark.few(5, 10)
     def test_shares_in_the_order_of_rank_are_the_global_batch(
         self, name: str, sizes: tuple[int, int, int]
     ) -> None:
@@ -161,6 +161,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(counts, sorted(counts, reverse=True))
         self.assertLessEqual(counts[0] - counts[-1], 1)
 
+    @pytest.mark.extended
     def test_fewer_rows_than_workers_are_not_repeated(self) -> None:
         x = np.arange(2)
         for structure in (x, {"x": x}, (x,), ((x, x),), (x, x)):

@@ -693,7 +693,7 @@ class NumpyTwinTest(TwinCase):
     steps = 28
 
     @parameterized.named_parameters(*[named(c) for c in CELLS if is_quick(c)])
-    @pytest.mark.few(4)
+    @pytest.mark.few(2, 4)
     def test_every_step_equals_the_twin(self, **cell: Any) -> None:
         self.compare(**cell)
 
@@ -714,7 +714,7 @@ class NumpyTwinOfCoarseValuesTest(TwinCase):
         ("heavy-ball", False, True, False, 1, "sign", False),
         ("Nesterov", True, True, False, 2, "log4"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_every_step_equals_the_twin(self, *cell: Any) -> None:
         self.compare(*cell)
 

@@ -20,6 +20,7 @@ class DrawnRowsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found[name], value, 1e-5, 1e-5, msg=name)
 
     @parameterized.parameters("normal", "gamma", "dropped", "categorical", "same")
+    @pytest.mark.few(2, 5)
     def test_eager_steps_draw_for_rows_what_one_process_draws(self, kind: str) -> None:
         expected = drawn_rows.used(kind, eager=True)
         for found in in_scopes(2, lambda _: drawn_rows.used(kind, eager=True)):
@@ -68,6 +69,7 @@ class DrawnRowsTest(parameterized.TestCase, tf.test.TestCase):
 @pytest.mark.processes
 class WorkersTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(False, True)
+    @pytest.mark.extended
     def test_workers_draw_for_rows_what_one_process_draws(self, whole: bool) -> None:
         results = pool.run("collective", 2, "drawn_rows", "all_used", whole=whole)
         expected = drawn_rows.used(*drawn_rows.KINDS, whole=whole)

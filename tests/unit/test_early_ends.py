@@ -35,6 +35,7 @@ def results(ends: bool) -> Any:
 
 @pytest.mark.long
 class EarlyEndsTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_all_end_after_the_batch_after_which_one_does(self) -> None:
         expected = results(True)
         self.assertLen(expected[1], 8)

@@ -69,6 +69,7 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
         own = self.own(rank)
         return {str(p.relative_to(own)) for p in own.rglob("*") if p.is_file()}
 
+    @pytest.mark.extended
     def test_those_that_write_do_so_on_the_chief_alone(self) -> None:
         def work(transport: Loopback) -> Any:
             own = self.own(transport.rank)
@@ -122,6 +123,7 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
         ("limited", lambda slow, chief: [chief_only(slow)]),
         ("given_to_the_chief", lambda slow, chief: [slow] if chief else []),
     )
+    @pytest.mark.few(1, 3)
     def test_nobody_goes_on_before_it_is_written(
         self, callbacks: Callable[[Any, bool], list[Any]]
     ) -> None:
@@ -141,6 +143,7 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(2, work), [[False, True]] * 2)
 
+    @pytest.mark.extended
     def test_a_later_callback_finds_what_one_before_it_has_written(self) -> None:
         def work(transport: Loopback) -> list[bool]:
             seen = []
@@ -162,7 +165,7 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
         ("limited", lambda backup, chief: [chief_only(backup)]),
         ("given_to_the_chief", lambda backup, chief: [backup] if chief else []),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_all_go_on_from_what_the_chief_has_backed_up(
         self, callbacks: Callable[[Any, bool], list[Any]]
     ) -> None:

@@ -70,8 +70,7 @@ class Selection:
 
 class SelectionTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters((0.99, 0.01), (0.9, 1.0))
-    @pytest.mark.few(1)
-    @pytest.mark.long
+    @pytest.mark.few(0, 1)
     def test_is_that_of_lists_to_the_last_of_equal_elements(
         self, sparsity: float, fraction: float
     ) -> None:
@@ -91,7 +90,7 @@ class SelectionTest(parameterized.TestCase, tf.test.TestCase):
             crowded += int(count) == sum(own.slots)
         self.assertGreater(crowded, 0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nan_and_padding_are_never_selected(self) -> None:
         own = Selection(layout_of((20, 20), (1, 3)), 0.9, 1.0)
         tensors = [np.random.default_rng(5).normal(size=(20, 20)), np.ones((1, 3))]
@@ -106,7 +105,7 @@ class SelectionTest(parameterized.TestCase, tf.test.TestCase):
 class CrowdedTest(tf.test.TestCase):
     """More elements pass than there is room for among the candidates."""
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_each_tensor_sends_its_own_and_each_part_has_its_turn(self) -> None:
         own = Selection(layout_of((40, 100), (50, 100), (30, 100)), 0.99, 1.0)
         random = np.random.default_rng(1)
@@ -187,7 +186,7 @@ class MessageTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllEqual(sent(residual, step, known), expected)
 
     @parameterized.parameters(*FORMATS[:-1])
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_is_read_as_by_lists_whatever_its_words_are(self, *form: Any) -> None:
         form, random = Format(*form), np.random.default_rng(0)
 

@@ -73,7 +73,7 @@ class BothWaysTest(parameterized.TestCase, tf.test.TestCase):
         (None, {"warmup_steps": 4, "warmup_stages": (0.3, 0.8)}, "float16", "bfloat16"),
         (Momentum(0.0, False), {"rate_correction": False}, "float32", "float16"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_workers_send_and_apply_the_same(
         self, momentum: Any, settings: dict[str, Any], *dtypes: str
     ) -> None:
@@ -94,7 +94,7 @@ class BothWaysTest(parameterized.TestCase, tf.test.TestCase):
         for one, other in zip(first["applied"], second["applied"], strict=True):
             self.assertEqual(one.tobytes(), other.tobytes())
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_do_other_optimizers(self) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             config = DGCConfig(min_elements=0, sparsity=0.9, warmup_steps=0)
@@ -123,7 +123,7 @@ class BothWaysTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(one.tobytes(), other.tobytes())
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 class TwinTest(TwinCase):
     steps = 24
 
@@ -147,7 +147,7 @@ class FaultTest(parameterized.TestCase, tf.test.TestCase):
         (5, 0x7FC00000, "is damaged: values that are not finite"),
         (3, 5, "not in the same step of the same training"),
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nothing_is_changed_by_a_message_that_is_damaged(
         self, place: int, word: int, what: str
     ) -> None:
@@ -246,7 +246,7 @@ class FitTest(tf.test.TestCase):
             model.fit(x, x[:, :3], batch_size=16, epochs=3, shuffle=False, verbose=0)
         return model.get_weights(), whole(strategy._ledger)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_trains_as_by_single_operations(self) -> None:
         (one, none), (other, some) = self.weights(False), self.weights(True)
         self.assertEqual([none, some], [0, 1])

@@ -680,7 +680,7 @@ class WarmupTest(parameterized.TestCase, tf.test.TestCase):
         model = linear(hvd.DistributedOptimizer(sgd, over=Twins()))
         return self.rates(callback, model, epochs=epochs, **options)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_horovods_warmup_is_its_own_formula(self) -> None:
         def warmup() -> Any:
             return hvd.callbacks.LearningRateWarmupCallback(0.1, 2, over=Twins())
@@ -924,6 +924,7 @@ class NamesTest(parameterized.TestCase, tf.test.TestCase):
         config = tf_dgc.DGCConfig()
         self.assertEqual(none.resolve(config), (config, (False, None, False, 1)))
 
+    @pytest.mark.extended
     def test_what_has_no_meaning_is_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "Use hvd.broadcast_variables"):
             hvd.broadcast_global_variables(0)

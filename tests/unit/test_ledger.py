@@ -124,7 +124,7 @@ class DenseTest(parameterized.TestCase, tf.test.TestCase):
         ("many rows in a graph", (0, 40), True, None, True),
         ("many rows that are clipped", (0, 40, 0), False, 1.0, False),
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_slices_go_by_what_costs_less(
         self, counts: Sequence[int], graph: bool, clipnorm: float | None, whole: bool
     ) -> None:
@@ -420,7 +420,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
             for names in others:
                 self.assertEqual(names, first)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_state_survives_retracing(self) -> None:
         variables = variables_of((8, 16), (4,))
         config = settings_of(warmup_steps=4, warmup_stages=(0.5,), clip_norm=5.0)
@@ -478,7 +478,7 @@ class CompressionTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(counts[0], 256)
         self.assertEqual(counts[2:], [256, 128, 128])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_message_has_the_same_size_at_every_step_of_a_stage(self) -> None:
         config = settings_of(warmup_steps=6, warmup_stages=(0.75,))
         scales = [1.0, 0.0, 1e-9, 1e9, 1.0, 0.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0]
@@ -683,7 +683,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(2, work), [["optimizer0.dense"]] * 2)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_raise_names_rank_step_and_variable_on_all_workers(self) -> None:
         states: list[Any] = [None] * 3
 
@@ -712,7 +712,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
             for a, b in zip(before, after, strict=True):
                 self.assertAllEqual(a, b)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_raise_in_a_graph_leaves_the_state_alone(self) -> None:
         synchronizer = compressing(LocalTransport(), settings_of())
         variables = variables_of((8, 16))

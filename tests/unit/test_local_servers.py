@@ -237,6 +237,7 @@ class SuccessionTest(parameterized.TestCase):
             np.testing.assert_array_equal(own, other)
 
     @parameterized.parameters("weights", "model state")
+    @pytest.mark.extended
     def test_what_it_loads_is_older_than_what_servers_have(self, kind: str) -> None:
         folder = pathlib.Path(self.folder())
         path = pathlib.Path(self.folder(), "early.weights.h5")
@@ -277,6 +278,7 @@ class SuccessionTest(parameterized.TestCase):
             table = again.read_rows(other.layers[0].embeddings, 0, ROWS).numpy()
             self.check_alike([table], early[:1])
 
+    @pytest.mark.extended
     def test_what_others_load_is_left_alone(self) -> None:
         path = pathlib.Path(self.folder(), "early.weights.h5")
         with local_servers.Job(workers=2) as job:
@@ -323,6 +325,7 @@ class PassedOverTest(parameterized.TestCase):
     """A job that is started again, on new servers, behind the end of a `fit`."""
 
     @parameterized.parameters(False, True)
+    @pytest.mark.extended
     def test_all_workers_have_the_weights_of_the_backup(self, stops: bool) -> None:
         folder = self.enterContext(tempfile.TemporaryDirectory())
         x = np.ones([16, 4], "float32")
@@ -361,6 +364,7 @@ class RatesTest(parameterized.TestCase):
         model.fit(x, x[:, :1], batch_size=8, verbose=0, **options)
         return float(model.optimizer.learning_rate)
 
+    @pytest.mark.extended
     def test_others_take_the_rate_of_the_chief_whatever_they_decide(self) -> None:
         with local_servers.Job(workers=2) as job:
             chief, model = (first := job.worker(0)), linear(first, 0.5)

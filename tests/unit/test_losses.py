@@ -365,7 +365,7 @@ def of_share(
 
 class LossesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*ALL)
-    @pytest.mark.few(24)
+    @pytest.mark.few(12, 24)
     def test_gradients_of_shares_add_up(self, name: str) -> None:
         self.check(name, eager=False)
 

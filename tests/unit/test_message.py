@@ -127,7 +127,7 @@ class RoundTripTest(tf.test.TestCase):
             values = tf.cast(tf.constant(special, tf.float32), dtype)
             self.assert_round_trip(form, tf.range(8, dtype=tf.int64) * 100, values)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_one_of_several_formats_is_that_format(self) -> None:
         kinds = [(dtype, 0, ()) for dtype in DTYPES]
         kinds += [(tf.uint8, bits, (0, 256, 1100)) for bits in (1, 4)]

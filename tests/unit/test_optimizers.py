@@ -219,7 +219,7 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "Received: optimizer 'lamb.*', Lamb"):
             fit(compiled(averaging, keras.optimizers.SGD))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_they_may_train_what_is_not_compressed(self) -> None:
         for strategy in (
             tf_dgc.DGCStrategy(tf_dgc.DGCConfig(min_elements=999), transport="local"),

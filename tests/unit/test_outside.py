@@ -147,7 +147,7 @@ def without_rows(built: bool, eager: bool) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 class EmptyTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(True, False)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_data_without_a_batch_are_what_they_are_to_one_process(
         self, built: bool
     ) -> None:

@@ -127,7 +127,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         ("mixed", 3, True),
         ("trackers", 2, False),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_what_a_step_tells_is_what_one_process_tells(
         self, how: str, workers: int, compressed: bool
     ) -> None:
@@ -158,6 +158,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(set(found[0]), set(expected[0]))
                 self.assertAllClose(found, expected, 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_a_metric_of_one_number_counts_by_rows(self) -> None:
         def error(y: Any, outputs: Any) -> Any:
             return keras.ops.mean(keras.ops.abs(y - outputs))
@@ -359,6 +360,7 @@ class OwnStepsTest(parameterized.TestCase, tf.test.TestCase):
         for own, found in run_workers(2, work):
             self.assertAllClose(found, steps(None, own), 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_metrics_made_outside_of_the_scope_count_the_rows_of_all(self) -> None:
         x, y = data(13)
 

@@ -212,7 +212,7 @@ class ImportTest(tf.test.TestCase):
         )
         return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_importing_the_package_imports_no_horovod(self) -> None:
         # None in sys.modules makes an import raise ImportError.
         code = "import sys; sys.modules['horovod'] = None; import tf_dgc"
@@ -224,6 +224,7 @@ class ImportTest(tf.test.TestCase):
         used = "import tf_dgc, tf_dgc.run; tf_dgc.DGCConfig(); dir(tf_dgc)"
         self.assertEqual(self.run_alone(f"{code}; {used}"), "")
 
+    @pytest.mark.extended
     def test_whoever_takes_a_strategy_is_told_of_versions_that_do_not_fit(self) -> None:
         code = (
             "import keras.src.random.seed_generator as s; del s.global_seed_generator"
@@ -389,7 +390,7 @@ class HouseRulesTest(tf.test.TestCase):
         hint = "name a file of tests for it, or enter it in tests/homes.py"
         self.assertEqual(homeless, set(listed), hint)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_marks_of_tests_stand_below_their_parameters(self) -> None:
         # Those above are lost, without a word.
         for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
@@ -411,7 +412,7 @@ class HouseRulesTest(tf.test.TestCase):
 
 @pytest.mark.long
 class HostTest(tf.test.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_name_that_moved_is_named_with_the_versions(self) -> None:
         for owner, name in wanted():
             place = getattr(owner, "__name__", type(owner).__name__)
@@ -428,6 +429,7 @@ class HostTest(tf.test.TestCase):
                 self.assertIn(f"Keras {keras.__version__}", message)
         fresh_host()
 
+    @pytest.mark.extended
     def test_a_module_that_moved_is_named_with_the_versions(self) -> None:
         for name in itertools.chain(*(imports(tree) for tree in hosts().values())):
             module = name.rpartition(".")[0]

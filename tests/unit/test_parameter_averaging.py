@@ -122,6 +122,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
             between = trained(workers, 3, period=2, **settings)
             self.assertNotAllClose(between[0][0], between[1][0])
 
+    @pytest.mark.extended
     def test_a_period_of_one_is_dense_training_over_50_steps(self) -> None:
         def dense(transport: Loopback) -> list[np.ndarray]:
             variables = [tf.Variable(value) for value in start()]
@@ -238,6 +239,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
             self.assert_close([values], [expected], 1e-5)
         self.assert_same_bits([f[0] for f in found])
 
+    @pytest.mark.extended
     def test_in_eager_and_graph_the_same(self) -> None:
         def work(graph: bool) -> list[np.ndarray]:
             worker = Worker(LocalTransport(), period=3, synchronous_steps=2)
@@ -272,7 +274,7 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
 @pytest.mark.long
 class CombiningTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters((False, 1 / 3), (True, 1.0))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_one_worker_alone_sends_is_applied_whole_among_senders(
         self, senders: bool, share: float
     ) -> None:
@@ -427,7 +429,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(run_workers(3, work), [(1.0, True, 0)] * 3)
 
     @parameterized.parameters({}, {"outer": (0.7, 0.5)}, {"compressed": True})
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_worker_whose_data_end_early_does_not_hang_the_others(
         self, compressed: bool = False, **settings: Any
     ) -> None:
@@ -467,6 +469,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
                 np.testing.assert_array_equal(one, two)
 
     @parameterized.parameters({"outer": (0.7, 0.9)}, {"compressed": True})
+    @pytest.mark.extended
     def test_what_happens_beside_steps_does_not_part_the_workers(
         self, compressed: bool = False, **settings: Any
     ) -> None:
@@ -656,6 +659,7 @@ class FiguresTest(parameterized.TestCase, tf.test.TestCase):
 
         run_workers(2, work)
 
+    @pytest.mark.extended
     def test_compressed_rounds_send_what_messages_hold(self) -> None:
         compression = DGCConfig(sparsity=0.99, min_elements=64)
 

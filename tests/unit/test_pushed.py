@@ -93,7 +93,7 @@ class PushedTest(tf.test.TestCase):
                 expected = 0.5 * m + 2 * g.numpy() if nesterov else m
                 self.assertAllClose(step, expected)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_is_sent_and_what_is_kept_is_what_was_accumulated(self) -> None:
         for nesterov, masking in ((False, True), (True, True), (False, False)):
             with self.subTest(nesterov=nesterov, masking=masking):
@@ -110,7 +110,7 @@ class PushedTest(tf.test.TestCase):
         self.assertLess(max(count[4:6]), 0.21 * size)
         self.assertLess(max(count[6:]), 0.06 * size)
 
-    @pytest.mark.long
+    @pytest.mark.extended
     def test_a_sparsity_of_0_sends_everything_and_leaves_momentum(self) -> None:
         count = self.check_steps(False, True, sparsity=0.0)
         self.assertEqual(len(set(count)), 1)
@@ -140,7 +140,7 @@ class PushedTest(tf.test.TestCase):
             self.assertAllEqual(pushed.residual.v + sent, whole)
             self.assertAllEqual(steps[2], rate * local[2])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nothing_happens_where_no_push_is_due(self) -> None:
         momentum = dgc.Momentum(0.5, False, 1.0)
         pushed = pushed_of(momentum, sparsity=0.95)
@@ -162,6 +162,7 @@ class PushedTest(tf.test.TestCase):
             (step,), _ = pushed.select([tf.ones([20, 10])], momentum, due)
             self.assertAllEqual(tf.convert_to_tensor(step), tf.zeros([20, 10]))
 
+    @pytest.mark.extended
     def test_what_is_not_finite_is_named_and_changes_nothing(self) -> None:
         momentum = dgc.Momentum(0.5, False, 1.0)
         pushed = pushed_of(momentum, sparsity=0.95)

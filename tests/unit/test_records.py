@@ -71,7 +71,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         return run_workers(workers, work)
 
     @parameterized.product(workers=[1, 3], saved_at=[1, 5], early=[True, False])
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_goes_on_as_if_it_had_never_stopped(
         self, workers: int, saved_at: int, early: bool
     ) -> None:
@@ -95,7 +95,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             )
 
     @parameterized.parameters((1, 2), (2, 1), (2, 4), (3, 3), (3, 2), (4, 1))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_on_another_number_of_workers_the_sum_stays(
         self, before: int, after: int
     ) -> None:
@@ -188,7 +188,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         ({"momentum_correction": False}, MOMENTUM, "field 'arrays' must be"),
         ({}, None, "field 'arrays' must be"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_state_of_other_settings_is_refused(
         self, settings: dict[str, Any], momentum: Momentum | None, message: str
     ) -> None:
@@ -210,7 +210,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "field 'variables' must be .*float64"):
             worker.step(0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_state_of_fewer_optimizers_is_refused_and_changes_nothing(self) -> None:
         self.save_after(4, 1)
         worker = Worker(LocalTransport())
@@ -225,7 +225,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(first.residual.v, before[0])
         self.assertAllEqual(second.residual.v, before[1])
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_file_that_one_worker_cannot_read_stops_all(self) -> None:
         self.save_after(4, 3)
         (file,) = self.folder.glob("rank-00001.*.npz")
@@ -241,6 +241,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIsInstance(other, ValueError)
             self.assertRegex(str(other), "rank-00001.*npz: .* on ranks .1.")
 
+    @pytest.mark.extended
     def test_a_disk_that_one_worker_cannot_write_to_stops_all(self) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport)
@@ -256,6 +257,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
         self.assertRegex(str(zero), "outcome of save_state.*on ranks .1.")
         self.assertFalse((self.folder / "0" / "manifest.json").exists())
 
+    @pytest.mark.extended
     def test_cut_short_anywhere_the_state_is_that_of_before_or_this(self) -> None:
         def killed_in(act: str, late: int) -> list[Any]:
             real = getattr(state_files, act)
@@ -306,7 +308,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
 @pytest.mark.long
 class FlushTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(workers=[1, 3], value_dtype=["float32", "log4"])
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_all_that_was_accumulated_has_been_sent_then(
         self, workers: int, value_dtype: str
     ) -> None:

@@ -109,7 +109,7 @@ class OutsideTest(tf.test.TestCase):
 
 
 class BuildingTest(tf.test.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_models_without_call_train_as_without_a_strategy(self) -> None:
         def trained(strategy: Any) -> dict[str, Any]:
             keras.utils.set_random_seed(1)

@@ -404,6 +404,7 @@ class PlanTest(tf.test.TestCase):
         st.sampled_from([0.01, 1.0]),
         st.integers(0, 2**31),
     )
+    @pytest.mark.extended
     def test_one_that_is_chosen_in_the_graph_selects_the_same(
         self, table: list, several: list[float], fraction: float, seed: int
     ) -> None:

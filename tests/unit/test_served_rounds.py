@@ -178,7 +178,7 @@ class JoiningTest(parameterized.TestCase):
         batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
         model.fit(batches, epochs=epochs, verbose=0, **options)
 
-    @pytest.mark.long
+    @pytest.mark.extended
     def test_who_joins_has_what_the_servers_have_and_counts_steps_with_them(
         self,
     ) -> None:
@@ -199,7 +199,7 @@ class JoiningTest(parameterized.TestCase):
             self.assertEqual(int(model.optimizer.iterations), 18 + 6)
             self.assertEqual(int(other.optimizer.iterations), 18)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_weights_that_the_chief_loads_go_to_all(self) -> None:
         settings: dict[str, Any] = {"local_steps": 4}
         with local_servers.Job(workers=2) as job:
@@ -218,7 +218,7 @@ class JoiningTest(parameterized.TestCase):
                 for own, other in zip(model.get_weights(), loaded, strict=True):
                     np.testing.assert_array_equal(own, other)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_change_that_is_no_number_ends_its_worker_alone(self) -> None:
         x, y = data(4)
         with local_servers.Job(workers=2) as job:
@@ -248,8 +248,7 @@ class CompressionTest(parameterized.TestCase):
         return tf_dgc.DGCConfig(**{**self.COMPRESSION, **given})
 
     @parameterized.parameters("sign", "float32", "log4")
-    @pytest.mark.few(1)
-    @pytest.mark.long
+    @pytest.mark.few(0, 1)
     def test_what_is_sent_and_what_is_kept_is_what_was_changed(self, kind: str) -> None:
         compression = self.compression(value_dtype=kind, sparsity=0.9)
         x = np.zeros([80, 10], "float32")
@@ -271,8 +270,7 @@ class CompressionTest(parameterized.TestCase):
             np.testing.assert_array_equal(value, model.layers[0].kernel.numpy())
 
     @parameterized.parameters(("mean", None), ("senders", None), ("auto", OUTER))
-    @pytest.mark.few(1)
-    @pytest.mark.long
+    @pytest.mark.few(0, 1)
     def test_workers_and_servers_have_the_same_bits(
         self, combine: str, outer: Any
     ) -> None:

@@ -81,7 +81,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         return expected
 
     @parameterized.parameters(("SGD", 33, 3), ("Adam", 29, 3), ("SGD", 17, 2))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_every_batch_counts_as_in_one_process(
         self, optimizer: str, rows: int, workers: int
     ) -> None:
@@ -140,7 +140,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assert_like_one_process(work, 2, "dense", "dgc")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_an_optimizer_that_begins_with_the_weights_has_those_of_all(self) -> None:
         x, y = regression(17)
 
@@ -160,7 +160,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         ("SGD", {"global_clipnorm": 0.05}),
         ("SGD", {"clipvalue": 0.01, "gradient_accumulation_steps": 2}),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_what_was_summed_is_clipped(
         self, optimizer: str, clips: dict[str, Any]
     ) -> None:
@@ -181,7 +181,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         {"clipnorm": 0.02}, {"global_clipnorm": 0.02}, {"clipvalue": 0.002}
     )
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_rows_that_repeat_are_clipped_before_they_are_added_up(
         self, **clips: float
     ) -> None:
@@ -230,7 +230,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         "global", "norm", "value", "keras", "by norm", "exchange", "scaled"
     )
-    @pytest.mark.few(2)
+    @pytest.mark.few(1, 2)
     def test_a_step_clips_the_gradients_of_all_rows(self, how: str) -> None:
         x, y = regression(9)
 
@@ -259,7 +259,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(work(None)[0], expected[0], 1e-3, 1e-3)
 
     @parameterized.product(how=["apart", "added", "moved"], summed=[False, True])
-    @pytest.mark.few(2)
+    @pytest.mark.few(0, 2)
     def test_gradients_are_exchanged_that_come_after_those_of_all(
         self, how: str, summed: bool
     ) -> None:
@@ -387,6 +387,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(told, 1)
         self.assertRegex(told[0], r"at \S+test_share.py:\d+ before")
 
+    @pytest.mark.extended
     def test_classes_have_weights(self) -> None:
         x, _ = regression(11)
         y = np.arange(11) % 3
@@ -420,7 +421,7 @@ class ShareTest(parameterized.TestCase, tf.test.TestCase):
         told = [line for line in logs.output if "sums and means over rows" in line]
         self.assertLen(told, 1)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_what_is_kept_back_when_a_model_is_compiled_anew_is_told(self) -> None:
         x, y = regression(8)
 

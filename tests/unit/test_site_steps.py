@@ -80,7 +80,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(found, expected, 1e-5, 1e-5)
 
     @parameterized.product(sites=("aabb", "abaa", "aab"), within=("dense", ALL_SENT))
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_rounds_of_one_step_are_dense_training(
         self, sites: str, within: Any
     ) -> None:
@@ -95,7 +95,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_as_one(sites, work, within=within, period=1)
 
     @parameterized.parameters("sum", "ratio")
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_losses_of_sums_are_estimated_of_all_rows(self, how: str) -> None:
         x, y = data(24)
 
@@ -117,7 +117,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_as_one("aabb", work, period=1)
 
     @parameterized.parameters(keras.Model, Clipping)
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_one_site_is_dense_training(self, kind: Any) -> None:
         x, y = data(21)
 
@@ -130,6 +130,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assert_as_one("aaa", work, period=2)
 
+    @pytest.mark.extended
     def test_a_loop_of_ones_own_divides_by_all_workers(self) -> None:
         x, y = data(24)
 
@@ -161,7 +162,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         within=("dense", tf_dgc.DGCConfig(sparsity=0.5, min_elements=9)),
         settings=({}, {"overlap": 2}, {"synchronous_steps": 2}),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_all_end_alike(self, within: Any, settings: Any) -> None:
         if "synchronous_steps" in settings and within != "dense":
             return
@@ -196,7 +197,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
         asks=((None, None, None, 3), (3, 3, 3, 3), (None, 8, None, None)),
         overlap=(None, 3),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_training_ends_with_a_round_whoever_asks(
         self, asks: Any, overlap: Any
     ) -> None:
@@ -230,6 +231,7 @@ class SiteStepsTest(parameterized.TestCase, tf.test.TestCase):
             for one, two in zip(found[0][2], each[2], strict=True):
                 np.testing.assert_array_equal(one, two)
 
+    @pytest.mark.extended
     def test_what_cannot_be_is_refused_before_workers_meet(self) -> None:
         for settings, why in (
             ({"within": "dgc"}, "None, 'dense', or a DGCConfig"),

@@ -173,7 +173,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
     """A worker's rows are those of whole batches, bit for bit."""
 
     @parameterized.parameters(*PROVABLE)
-    @pytest.mark.few(14)
+    @pytest.mark.few(7, 14)
     def test_rows_are_those_of_global_batches_in_every_epoch(self, name: str) -> None:
         def made() -> tf.data.Dataset:
             tf.random.set_seed(3)  # the same orders each time

@@ -157,7 +157,7 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(widths, (-(-9 // workers), 5))
             self.assertEqual(ways, ("columns", "columns" if workers == 1 else "rows"))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_joined_loads_without_this_package_and_goes_on_alike(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "joined.keras")
@@ -259,7 +259,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
         (3, "sparse_categorical_crossentropy", {"activation": "softmax"}, ()),
         (2, FROM_LOGITS, {"activation": "tanh"}, ()),  # which comes home
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_it_is_that_of_one_worker(self, workers: int, *case: Any) -> None:
         expected = self.fitted(False, *case)
         for found in in_scopes(workers, lambda _: self.fitted(True, *case)):
@@ -315,6 +315,7 @@ class CrossEntropyTest(parameterized.TestCase, tf.test.TestCase):
         ):
             self.assertIs(logits._reads_logits(loss), expected, loss)
 
+    @pytest.mark.extended
     def test_outputs_may_be_computed_with(self) -> None:
         class Doubled(keras.metrics.Mean):
             def update_state(self, y_true: Any, y_pred: Any, **_: Any) -> None:
@@ -377,7 +378,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
             for one, other in zip(each, expected, strict=True):
                 self.assertAllClose(one, other, tolerance, tolerance)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_backup_of_four_workers_goes_on_with_two_and_with_one(self) -> None:
         (expected,) = self.trained(1, 4)
         with tempfile.TemporaryDirectory() as folder:
@@ -386,7 +387,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(self.taken, 3)
         self.assert_alike(found, expected, 1e-5)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_backup_of_own_steps_goes_on_with_another_number(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
         make = functools.partial(tf_dgc.DGCStrategy, config)
@@ -396,7 +397,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(self.taken, 3)
                 self.assert_alike(found, found[0], 0.0)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_backup_within_an_epoch_goes_on_bit_for_bit(self) -> None:
         expected = self.trained(2, 2)
         with tempfile.TemporaryDirectory() as folder:
@@ -406,7 +407,7 @@ class StateTest(parameterized.TestCase, tf.test.TestCase):
         self.assert_alike(found, expected[0], 0.0)
 
     @parameterized.parameters(tf_dgc.DenseStrategy, tf_dgc.DGCStrategy)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_a_backup_of_as_many_workers_goes_on_bit_for_bit(self, make: Any) -> None:
         expected = self.trained(3, 2, make=make)
         with tempfile.TemporaryDirectory() as folder:
@@ -626,7 +627,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
 @pytest.mark.long
 class RefusalTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.named_parameters((name, *case) for name, case in REFUSED.items())
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_all_workers_are_told(
         self, make: Any, work: Any, kind: str, text: str
     ) -> None:

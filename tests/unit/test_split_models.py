@@ -78,6 +78,7 @@ class EqualTest(parameterized.TestCase, tf.test.TestCase):
 
         self.check(make, workers)
 
+    @pytest.mark.extended
     def test_in_a_frozen_layer_too(self) -> None:
         def make() -> keras.Model:
             layers = [dense(9, 1, "a", activation="relu"), dense(5, 2, "b")]
@@ -86,6 +87,7 @@ class EqualTest(parameterized.TestCase, tf.test.TestCase):
 
         self.check(make)
 
+    @pytest.mark.extended
     def test_with_a_penalty_on_what_a_layer_puts_out(self) -> None:
         def make() -> keras.Model:
             last = dense(5, 2, "b", activity_regularizer=keras.regularizers.L2(0.1))
@@ -93,6 +95,7 @@ class EqualTest(parameterized.TestCase, tf.test.TestCase):
 
         self.check(make)
 
+    @pytest.mark.extended
     def test_where_rows_are_masked(self) -> None:
         x = np.random.default_rng(2).integers(0, 4, (ROWS, 3))
         y = np.random.default_rng(3).integers(0, 5, (ROWS, 3))
@@ -114,6 +117,7 @@ class EqualTest(parameterized.TestCase, tf.test.TestCase):
             for one, other in zip(found[1], weights, strict=True):
                 self.assertAllClose(one, other, 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_in_a_step_of_ones_own_whose_loss_nobody_divides(self) -> None:
         @keras.saving.register_keras_serializable("test")
         class Own(keras.Model):
@@ -138,6 +142,7 @@ class EqualTest(parameterized.TestCase, tf.test.TestCase):
             for one, other in zip(found, weights, strict=True):
                 self.assertAllClose(one, other, 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_in_a_step_that_divides_its_gradients_at_the_end(self) -> None:
         class Divides(keras.Sequential):
             def train_step(self, data: Any) -> Any:
@@ -282,6 +287,7 @@ class StateTest(tf.test.TestCase):
         model.compile("adam", SPARSE(from_logits=True), run_eagerly=True)
         return model
 
+    @pytest.mark.extended
     def test_a_state_of_columns_is_taken_over_by_rows_of_more_workers(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
 

@@ -126,7 +126,7 @@ class HalvesTest(tf.test.TestCase):
 class StampsTest(tf.test.TestCase):
     @settings(deadline=None, derandomize=True, max_examples=15)
     @given(st.integers(0, 2**31), st.integers(1, 3))
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_sums_are_exact_and_mirrors_equal_servers_after_any_interleaving(
         self, seed: int, servers: int
     ) -> None:
@@ -155,6 +155,7 @@ class StampsTest(tf.test.TestCase):
             job.pull(k)
             self.assertAllEqual(job.seen(k), twin)
 
+    @pytest.mark.extended
     def test_whole_pushes_and_those_at_positions_add_up_in_graphs_of_threads(
         self,
     ) -> None:

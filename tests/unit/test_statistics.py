@@ -32,7 +32,7 @@ def statistics(model: keras.Model) -> list[np.ndarray]:
 @pytest.mark.long
 class StatisticsTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(2, 3)
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_after_fit_all_have_the_mean_and_evaluate_what_is_saved(
         self, workers: int
     ) -> None:

@@ -108,7 +108,7 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         (told,) = [line for line in logs.output if "float64" in line]
         self.assertRegex(told, "only float32, .*are compressed: 6144 elements of float")
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_flush_applies_all_that_is_owed(self) -> None:
         # A linear loss: its gradient does not depend on the weights.
         def loss(_: Any, outputs: Any) -> Any:
@@ -186,6 +186,7 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         transport = Own()
         self.assertIs(tf_dgc.DenseStrategy(transport=transport).transport, transport)
 
+    @pytest.mark.extended
     def test_training_goes_on_where_a_second_model_is_trained(self) -> None:
         strategy = tf_dgc.DGCStrategy(
             tf_dgc.DGCConfig(sparsity=0.5, min_elements=1), transport="local"

@@ -29,7 +29,7 @@ class MarkedTest(parameterized.TestCase):
     def marked(self) -> None:
         """Have the mark of a test."""
 
-    def test_the_others_of_each_test_are_extended(self) -> None:
+    def test_the_others_of_each_test_are_slow_or_extended(self) -> None:
         (mark,) = self.marked.pytestmark
         added: list[str] = []
 
@@ -37,13 +37,15 @@ class MarkedTest(parameterized.TestCase):
             return SimpleNamespace(
                 parent="class",
                 get_closest_marker={"few": mark}.get,
-                add_marker=lambda other: added.append(f"{name} {other.name}"),
+                add_marker=lambda other: added.append(f"{name} {other}"),
             )
 
-        other = pytest.mark.few(1).mark
+        other = pytest.mark.few(1, 2).mark
         items = [item("plain", None), *(item(f"a{i}", mark) for i in range(4))]
-        tiers.sort_out([*items, item("b0", other), item("b1", other)])
-        self.assertEqual(added, ["a1 extended", "a3 extended", "b0 extended"])
+        tiers.sort_out([*items, *(item(f"b{i}", other) for i in range(4))])
+        self.assertEqual(
+            added, ["a1 slow", "a3 slow", "b0 slow", "b1 extended", "b2 slow"]
+        )
 
 
 if __name__ == "__main__":

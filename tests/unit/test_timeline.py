@@ -112,7 +112,7 @@ def train(transport: Any, kind: str, own: list[Any], eager: bool = False) -> Any
 
 class FitTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(kind=sorted(KINDS), eager=[False, True])
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_steps_are_those_without_it_and_nothing_stays(
         self, kind: str, eager: bool
     ) -> None:
@@ -137,7 +137,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             self.assertBetween(share, 0, 1)
         self.assertEqual(history["slowest_rank"], [0, 0])
 
-    @pytest.mark.long
+    @pytest.mark.extended
     def test_two_workers_tell_who_is_waited_for(self) -> None:
         class Late(keras.callbacks.Callback):
             """Begins a batch when the other worker waits in a collective."""

@@ -496,6 +496,7 @@ class FaultsTest(parameterized.TestCase):
         job.dead.add(k)
 
     @parameterized.parameters(range(3))
+    @pytest.mark.few(1, 3)
     def test_drawn(self, seed: int) -> None:
         self.check(seed)
 
@@ -587,7 +588,7 @@ class RoundsTest(parameterized.TestCase):
         self.run_scripts([Script(job, k, fits, {}) for k in range(3)])
         self.assertLen(job.applied, sum(fits))
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_it_is_where_what_a_worker_says_arrives_piece_by_piece(self) -> None:
         job, fits = Job(2), [1] * 4
         members: Any = job.turns(1)._members

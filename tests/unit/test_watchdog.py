@@ -41,32 +41,33 @@ def run(
 
 @pytest.mark.long
 class WatchdogTest(unittest.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_a_collective_that_can_be_ended_is(self) -> None:
         done = run("collective.set")
         self.assertIn("was ended", done.stdout)
         self.assertEqual(done.returncode, 0, done.stderr)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_who_catches_the_error_goes_on(self) -> None:
         # The counter stays odd: nobody has left that collective.
         done = run("collective.set", "threading.Event().wait(4.0); print('goes on')")
         self.assertIn("goes on", done.stdout)
         self.assertEqual(done.returncode, 0, done.stderr)
 
+    @pytest.mark.extended
     def test_the_process_ends_where_nothing_else_ends_the_collective(self) -> None:
         done = run("lambda: None")
         self.assertNotIn("was ended", done.stdout)
         self.assertIn("cannot be ended; this process ends", done.stderr)
         self.assertEqual(done.returncode, 1)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_the_process_ends_where_the_abort_itself_does_not(self) -> None:
         done = run("threading.Event().wait")
         self.assertIn("cannot be ended; this process ends", done.stderr)
         self.assertEqual(done.returncode, 1)
 
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_nobody_waits_where_the_others_are_known_to_be_elsewhere(self) -> None:
         # Longer than this test may last.
         done = run("collective.set, lambda calls: calls == 1", timeout=1000.0)

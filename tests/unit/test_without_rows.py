@@ -109,6 +109,7 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose(kernel, expected[0], 1e-5, 1e-5)
             self.assertAllClose(bias, expected[1], 1e-5, 1e-5)
 
+    @pytest.mark.extended
     def test_a_small_step_without_rows_does_not_lose_those_before(self) -> None:
         x, y = data()
         kernel, bias = np.zeros([4, 3]), np.zeros(3)
@@ -128,7 +129,7 @@ class AveragingTest(parameterized.TestCase, tf.test.TestCase):
         *((2, 3, "mse"), (3, 2, "mse"), (2, 2, "sum"), (2, 3, "root")),
         (2, 2, "clipped"),
     )
-    @pytest.mark.few(1)
+    @pytest.mark.few(0, 1)
     def test_small_steps_count_by_the_rows_of_all(
         self, workers: int, steps: int, loss: str
     ) -> None:
@@ -200,7 +201,7 @@ class GatheringTest(tf.test.TestCase):
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 class TracedTest(tf.test.TestCase):
-    @pytest.mark.extended
+    @pytest.mark.slow
     def test_so_they_are_however_steps_are_traced(self) -> None:
         one, two = pool.run("collective", 2, "without_rows", "found", timeout=180)
         for first, second in zip(one, two, strict=True):
@@ -211,6 +212,7 @@ class TracedTest(tf.test.TestCase):
             self.assertAllClose(first["moving mean"], one[0]["moving mean"])
             self.assertAllClose(second["moving mean"], two[0]["moving mean"])
 
+    @pytest.mark.extended
     def test_models_take_no_zeros_and_predict_all_rows(self) -> None:
         expected = without_rows.of_texts()
         for workers in (2, 3):
@@ -316,6 +318,7 @@ class FlowTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         name=["SimpleRNN", "GRU", "LSTM", "Bidirectional"], masked=[True, False]
     )
+    @pytest.mark.few(3, 8)
     def test_recurrent_layers_write_to_no_weight(self, name: str, masked: bool) -> None:
         layer = (
             keras.layers.Bidirectional(keras.layers.LSTM(2))

@@ -109,6 +109,7 @@ def of_three_parts() -> Any:
 
 @pytest.mark.long
 class WithoutTargetsTest(tf.test.TestCase):
+    @pytest.mark.extended
     def test_steps_that_make_their_targets_are_those_of_one_process(self) -> None:
         expected = fitted()
         for found in in_scopes(3, lambda strategy: fitted()):
