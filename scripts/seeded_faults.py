@@ -315,9 +315,9 @@ FAULTS = (
     ),
     Fault(
         "the first push after a pull is not pulled",
-        "servers/stamps.py",
-        "blocks = tf.where(part.newest.read_value() > least)[:, 0]",
-        "blocks = tf.where(part.newest.read_value() > least + 1)[:, 0]",
+        "servers/stamped_part.py",
+        "blocks = tf.where(self._newest.read_value() > least)[:, 0]",
+        "blocks = tf.where(self._newest.read_value() > least + 1)[:, 0]",
         "unit/stamps unit/local_servers",
     ),
     Fault(

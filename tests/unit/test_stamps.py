@@ -103,7 +103,7 @@ def stages(stamped: Stamped, part: Any, where: Any, steps: Any) -> Any:
     """Do a push to a server stage by stage, so that others may come between."""
     number = part.clock.enter()
     yield
-    part.stamp(where, number)
+    part.stamps.mark(where, number)
     yield
     part.subtract(where, steps)
     yield

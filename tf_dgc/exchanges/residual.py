@@ -47,6 +47,16 @@ def _kept_and_marked(
     return dgc.keep(state, where, sent), selection.mark(marks, positions)
 
 
+def _indices(positions: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Return where v of a shape has positions of the arena: [W * K, rank], int64."""
+    where = positions[..., tf.newaxis]
+    if shape.rank > 1:
+        number = tf.range(shape[0], dtype=tf.int64)
+        number = number[:, tf.newaxis, tf.newaxis] + tf.zeros_like(where)
+        where = tf.concat([number, where], axis=-1)
+    return tf.reshape(where, [-1, where.shape[-1]])
+
+
 class Keeping(Kept, abc.ABC):
     """Something to be summed, of which a worker keeps what was not used."""
 
@@ -232,12 +242,7 @@ class Residual(Keeping):
             self.clear()
             self.coverage.record_all()
             return
-        where = used.positions[..., tf.newaxis]
-        if self.v.shape.rank > 1:
-            number = tf.range(self.v.shape[0], dtype=tf.int64)
-            number = number[:, tf.newaxis, tf.newaxis] + tf.zeros_like(where)
-            where = tf.concat([number, where], axis=-1)
-        where = tf.reshape(where, [-1, where.shape[-1]])
+        where = _indices(used.positions, self.v.shape)
         state = dgc.ArenaState(self.u if self.config.momentum_masking else None, self.v)
         sent = tf.reshape(used.values, [-1])
         own = used.positions[0]

@@ -118,6 +118,66 @@ class PushClock:
             return tf.minimum(head, tf.reduce_min(busy))
 
 
+class Stamps:
+    """Stamps of the elements of a server's part: which push has changed each last."""
+
+    def __init__(self, make: Callable[..., SharedVariable], blocks: int) -> None:
+        """Make handles of the variables.
+
+        Args:
+            make: takes kind, type and shape of a variable there.
+            blocks: B.
+        """
+        self._whole = make("whole", tf.int64, 1)
+        self._stamps = make("of", tf.int32, blocks, BLOCK)
+        self._newest = make("newest", tf.int32, blocks)  # stamp of each block
+
+    def begin(self) -> None:
+        """Give first values: no push has begun."""
+        for variable in (self._whole, self._stamps, self._newest):
+            variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def mark(self, where: tf.Tensor, number: tf.Tensor) -> list[Any]:
+        """Stamp positions, shape [K], int64; return operations."""
+        numbers = tf.fill(tf.shape(where), tf.cast(number, tf.int32))
+        block = where // BLOCK
+        return [
+            tf.raw_ops.ResourceScatterNdMax(
+                ref=self._stamps.handle,
+                indices=tf.stack([block, where % BLOCK], 1),
+                updates=numbers,
+            ),
+            tf.raw_ops.ResourceScatterNdMax(
+                ref=self._newest.handle, indices=block[:, tf.newaxis], updates=numbers
+            ),
+        ]
+
+    def mark_whole(self, number: tf.Tensor) -> Any:
+        """Stamp all elements; return an operation."""
+        return tf.raw_ops.ResourceScatterNdMax(
+            ref=self._whole.handle, indices=[[0]], updates=tf.reshape(number, [1])
+        )
+
+    def after(self, since: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what was stamped after a push: whether all, and the positions.
+
+        Args:
+            since: number of the push, shape [], int64.
+
+        Returns:
+            Shape [], bool; and shape [K], int64, ascending.
+        """
+        least = tf.cast(since, tf.int32)
+        blocks = tf.where(self._newest.read_value() > least)[:, 0]
+        whole = self._whole.read_value()[0] > since
+        stamps = tf.raw_ops.ResourceGather(
+            resource=self._stamps.handle, indices=blocks, dtype=tf.int32
+        )
+        index = tf.where(stamps > least)
+        where = tf.gather(blocks, index[:, 0]) * BLOCK + index[:, 1]
+        return whole, where
+
+
 class ServerPart:
     """Part of the tensors, and of their stamps, that a server has.
 
@@ -126,9 +186,7 @@ class ServerPart:
         places: in the order of both arenas.
         size: P', a multiple of BLOCK.
         clock: of pushes.
-        whole: shape [1], int64.
-        stamps: shape [B, BLOCK], int32.
-        newest: shape [B], int32: the largest stamp of each block.
+        stamps: of the elements.
     """
 
     def __init__(
@@ -158,11 +216,8 @@ class ServerPart:
         def make(kind: str, dtype: tf.DType, *shape: int) -> SharedVariable:
             return servers.variable(f"{name}.{kind}", dtype, shape, number)
 
-        blocks = size // BLOCK
         self.clock = PushClock(make, workers, self.device)
-        self.whole = make("whole", tf.int64, 1)
-        self.stamps = make("of", tf.int32, blocks, BLOCK)
-        self.newest = make("newest", tf.int32, blocks)
+        self.stamps = Stamps(make, size // BLOCK)
 
     @property
     def elements(self) -> int:
@@ -173,8 +228,7 @@ class ServerPart:
         """Give first values: no push has begun."""
         with tf.device(self.device):
             self.clock.begin()
-            for variable in (self.whole, self.stamps, self.newest):
-                variable.assign(tf.zeros(variable.shape, variable.dtype))
+            self.stamps.begin()
 
     # Pushes.
 
@@ -188,8 +242,7 @@ class ServerPart:
             # All is here before it begins.
             with tf.control_dependencies([where, steps]):
                 number = self.clock.enter()
-            stamped = self.stamp(where, number)
-            with _after(stamped):
+            with _after(self.stamps.mark(where, number)):
                 changed = self.subtract(where, steps)
             with _after(changed):
                 self.clock.leave()
@@ -200,7 +253,7 @@ class ServerPart:
             steps = tf.identity(values) * tf.identity(scale)
             with tf.control_dependencies([steps]):
                 number = self.clock.enter()
-            changed = [self._stamp_whole(number)]
+            changed = [self.stamps.mark_whole(number)]
             with _after(changed):
                 cut = zip(self.places, self.cut(steps), strict=True)
                 changed += [
@@ -220,30 +273,8 @@ class ServerPart:
             read = [_first(self.handle(place)) for place in self.places]
             with tf.control_dependencies(read):
                 number = self.clock.enter()
-            with _after([self._stamp_whole(number)]):
+            with _after([self.stamps.mark_whole(number)]):
                 self.clock.leave()
-
-    # The stages of a push.
-
-    def stamp(self, where: tf.Tensor, number: tf.Tensor) -> list[Any]:
-        """Stamp positions, shape [K], int64; return operations."""
-        numbers = tf.fill(tf.shape(where), tf.cast(number, tf.int32))
-        block = where // BLOCK
-        return [
-            tf.raw_ops.ResourceScatterNdMax(
-                ref=self.stamps.handle,
-                indices=tf.stack([block, where % BLOCK], 1),
-                updates=numbers,
-            ),
-            tf.raw_ops.ResourceScatterNdMax(
-                ref=self.newest.handle, indices=block[:, tf.newaxis], updates=numbers
-            ),
-        ]
-
-    def _stamp_whole(self, number: tf.Tensor) -> Any:
-        return tf.raw_ops.ResourceScatterNdMax(
-            ref=self.whole.handle, indices=[[0]], updates=tf.reshape(number, [1])
-        )
 
     def subtract(self, where: tf.Tensor, steps: tf.Tensor) -> list[Any]:
         """Subtract at positions, shape [K]; return operations."""

@@ -196,15 +196,8 @@ def _changes(part: ServerPart, rivals: Sequence[Stamped], since: tf.Tensor) -> _
         ]
         time = tf.stack([own, sum(others, tf.zeros([], tf.int64))])
         with tf.control_dependencies([time]):
-            least = tf.cast(since[0], tf.int32)
-            blocks = tf.where(part.newest.read_value() > least)[:, 0]
-            whole = part.whole.read_value()[0] > since[0]
+            whole, where = part.stamps.after(since[0])
             whole |= time[1] != since[1]
-        stamps = tf.raw_ops.ResourceGather(
-            resource=part.stamps.handle, indices=blocks, dtype=tf.int32
-        )
-        index = tf.where(stamps > least)
-        where = tf.gather(blocks, index[:, 0]) * BLOCK + index[:, 1]
         count = tf.size(where, tf.int64)
         cost = count * _VALUE_BYTES + halves.cost(count, part.size)
         everything = whole | (cost >= part.elements * _VALUE_BYTES)
