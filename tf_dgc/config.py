@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 FLOATING = ("float32", "float16", "bfloat16")
@@ -160,33 +160,13 @@ class DGCConfig(_Settings):
             self._set("sparsity", _fraction("sparsity", self.sparsity))
         for name in ("warmup_steps", "min_elements"):
             self._set(name, _count(name, getattr(self, name)))
-        try:
-            stages = tuple(self.warmup_stages)
-        except TypeError:
-            rule = "a sequence of numbers"
-            raise TypeError(_message("warmup_stages", rule, self)) from None
-        stages = tuple(_fraction("warmup_stages", stage) for stage in stages)
-        self._set("warmup_stages", stages)
-        if list(self.warmup_stages) != sorted(set(self.warmup_stages)):
-            raise ValueError(_message("warmup_stages", "strictly ascending", self))
-        if self.warmup_steps and not self.warmup_stages:
-            raise ValueError(
-                _message("warmup_stages", "non-empty where `warmup_steps` > 0", self)
-            )
+        _check_stages(self)
         if self.clip_norm is not None:
-            self._set("clip_norm", _number("clip_norm", self.clip_norm))
-            if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
-                raise ValueError(_message("clip_norm", "None or positive", self))
-        for name in ("momentum_correction", "momentum_masking", "rate_correction"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(_message(name, "True or False", self))
-        fraction = _number("sample_fraction", self.sample_fraction)
-        self._set("sample_fraction", fraction)
-        if not 0 < self.sample_fraction <= 1:
-            raise ValueError(_message("sample_fraction", "in (0, 1]", self))
-        self._set("growth", _number("growth", self.growth))
-        if not self.growth > 0:
-            raise ValueError(_message("growth", "positive", self))
+            rule = "None or positive"
+            _settle_number(self, "clip_norm", rule, lambda n: 0 < n < math.inf)
+        _check_flags(self, "momentum_correction", "momentum_masking", "rate_correction")
+        _settle_number(self, "sample_fraction", "in (0, 1]", lambda n: 0 < n <= 1)
+        _settle_number(self, "growth", "positive", lambda n: n > 0)
         _check_names(self)
 
     def _choose(self) -> None:
@@ -198,7 +178,7 @@ class DGCConfig(_Settings):
             self._set("value_dtype", "sign" if chosen else PAPER["value_dtype"])
         if self.momentum_masking is None:
             self._set("momentum_masking", not chosen)
-        self._check_budget()
+        _check_budget(self)
         if self.sparsity is None and not self.has_budget:
             kind, usual = self.value_dtype, PAPER["sparsity"]
             found = CHOSEN_SPARSITY.get(kind, usual) if isinstance(kind, str) else usual
@@ -215,34 +195,50 @@ class DGCConfig(_Settings):
         changes |= dict.fromkeys(("bytes_per_step", "ratio", "total_steps"))
         return dataclasses.replace(self, **changes)
 
-    def _check_budget(self) -> None:
-        if self.bytes_per_step is not None:
-            count = _count("bytes_per_step", self.bytes_per_step, 1)
-            self._set("bytes_per_step", count)
-        if self.ratio is not None:
-            self._set("ratio", _number("ratio", self.ratio))
-            if not (math.isfinite(self.ratio) and self.ratio >= 1):
-                raise ValueError(_message("ratio", "1 or more", self))
-        if self.total_steps is not None:
-            self._set("total_steps", _count("total_steps", self.total_steps, 1))
-            if not self.has_budget:
-                rule = "None without `bytes_per_step` or `ratio`"
-                raise ValueError(_message("total_steps", rule, self))
-        if not self.has_budget:
-            return
-        if self.ratio is not None and self.bytes_per_step is not None:
-            raise ValueError(_message("ratio", "None with `bytes_per_step`", self))
-        if self.sparsity is not None:
-            rule = "None with a budget, `bytes_per_step` or `ratio`"
-            raise ValueError(_message("sparsity", rule, self))
-        if self.warmup_steps:
-            rule = "0 with a budget, which `total_steps` shares out"
-            raise ValueError(_message("warmup_steps", rule, self))
-
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
         config = dataclasses.asdict(self)
         return config | {"warmup_stages": list(self.warmup_stages)}
+
+
+def _check_stages(config: DGCConfig) -> None:
+    """Refuse what is no warm-up."""
+    name = "warmup_stages"
+    try:
+        stages = tuple(config.warmup_stages)
+    except TypeError:
+        rule = "a sequence of numbers"
+        raise TypeError(_message(name, rule, config)) from None
+    config._set(name, tuple(_fraction(name, stage) for stage in stages))
+    if list(config.warmup_stages) != sorted(set(config.warmup_stages)):
+        raise ValueError(_message(name, "strictly ascending", config))
+    if config.warmup_steps and not config.warmup_stages:
+        rule = "non-empty where `warmup_steps` > 0"
+        raise ValueError(_message(name, rule, config))
+
+
+def _check_budget(config: DGCConfig) -> None:
+    """Refuse a budget beside what it decides, and what goes with a budget only."""
+    if config.bytes_per_step is not None:
+        count = _count("bytes_per_step", config.bytes_per_step, 1)
+        config._set("bytes_per_step", count)
+    if config.ratio is not None:
+        _settle_number(config, "ratio", "1 or more", lambda n: 1 <= n < math.inf)
+    if config.total_steps is not None:
+        config._set("total_steps", _count("total_steps", config.total_steps, 1))
+        if not config.has_budget:
+            rule = "None without `bytes_per_step` or `ratio`"
+            raise ValueError(_message("total_steps", rule, config))
+    if not config.has_budget:
+        return
+    if config.ratio is not None and config.bytes_per_step is not None:
+        raise ValueError(_message("ratio", "None with `bytes_per_step`", config))
+    if config.sparsity is not None:
+        rule = "None with a budget, `bytes_per_step` or `ratio`"
+        raise ValueError(_message("sparsity", rule, config))
+    if config.warmup_steps:
+        rule = "0 with a budget, which `total_steps` shares out"
+        raise ValueError(_message("warmup_steps", rule, config))
 
 
 def _check_names(config: DGCConfig) -> None:
@@ -369,11 +365,7 @@ class AveragingConfig(_Settings):
         name = "synchronous_steps"
         self._set(name, _count(name, self.synchronous_steps))
         _check_outer(self)
-        compression: Any = self.compression
-        if isinstance(compression, Mapping):
-            self._set("compression", DGCConfig.from_config(compression))
-        elif not isinstance(compression, DGCConfig | None):
-            raise TypeError(_message("compression", "a DGCConfig or None", self))
+        _settle_nested(self, "compression", DGCConfig)
         if self.compression and self.compression.nonfinite != "raise":
             rule = "of nonfinite='raise', as rounds always do"
             raise ValueError(_message("compression", rule, self))
@@ -381,9 +373,8 @@ class AveragingConfig(_Settings):
             raise ValueError(_message("compression", _NOT_HIERARCHICAL, self))
         _check_combine(self)
         if self.compression:
-            self._settle_compression(_of_rounds(self.compression))
-        if not isinstance(self.average_slots, bool):
-            raise TypeError(_message("average_slots", "True or False", self))
+            _settle_compression(self, _of_rounds(self.compression))
+        _check_flags(self, "average_slots")
         patterns: Any = self.non_trainable
         if isinstance(patterns, str) or not isinstance(patterns, Iterable):
             raise TypeError(_message("non_trainable", "a sequence of patterns", self))
@@ -391,40 +382,13 @@ class AveragingConfig(_Settings):
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(_message("non_trainable", "a sequence of patterns", self))
         self._set("non_trainable", patterns)
-        self._check_overlap()
+        _check_overlap(self)
         self._set("within", _within_of(self))
 
     @property
     def least_period(self) -> int:
         """Local steps between two rounds, at least."""
         return self.min_period if isinstance(self.period, str) else self.period
-
-    def _check_overlap(self) -> None:
-        if self.overlap in (None, 0):
-            self._set("overlap", None)
-            return
-        if self.overlap != AUTO:
-            if isinstance(self.overlap, str):
-                rule = f"None, a number of steps, or {AUTO!r}"
-                raise ValueError(_message("overlap", rule, self))
-            self._set("overlap", _count("overlap", self.overlap))
-            if self.overlap > self.least_period:
-                rule = f"at most a period, {self.least_period}"
-                raise ValueError(_message("overlap", rule, self))
-        if self.average_slots:
-            rule = "False with `overlap`: what optimizers keep is not in flight"
-            raise ValueError(_message("average_slots", rule, self))
-
-    def _settle_compression(self, compression: DGCConfig) -> None:
-        """Choose what goes together: owners know sums, and not who sent what."""
-        if compression.exchange == "owners":
-            if self.combine == "senders":
-                rule = "'mean' or 'auto' with exchange='owners', where sums are made"
-                raise ValueError(_message("combine", rule, self))
-            self._set("combine", "mean")
-        elif self.combine != "mean":
-            compression = dataclasses.replace(compression, exchange="allgather")
-        self._set("compression", compression)
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON.
@@ -527,18 +491,11 @@ class DownpourConfig(_Settings):
             self._set("max_staleness", _count("max_staleness", self.max_staleness))
         if self.table_bytes is not None:
             self._set("table_bytes", _count("table_bytes", self.table_bytes, 1))
-        for name in ("staleness_rate", "synchronous"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(_message(name, "True or False", self))
-        self._set("liveness", _number("liveness", self.liveness))
-        if not (math.isfinite(self.liveness) and self.liveness > 0):
-            raise ValueError(_message("liveness", "a positive number of seconds", self))
+        _check_flags(self, "staleness_rate", "synchronous")
+        rule = "a positive number of seconds"
+        _settle_number(self, "liveness", rule, lambda n: 0 < n < math.inf)
+        _settle_nested(self, "compression", DGCConfig)
         compression: Any = self.compression
-        if isinstance(compression, Mapping):
-            compression = DGCConfig.from_config(compression)
-            self._set("compression", compression)
-        if not isinstance(compression, DGCConfig | None):
-            raise TypeError(_message("compression", "a DGCConfig or None", self))
         if compression and compression.has_budget:
             rule = "without a budget: `bytes_per_step` and `ratio` None"
             raise ValueError(_message("compression", rule, self))
@@ -561,38 +518,8 @@ class DownpourConfig(_Settings):
         if in_steps and compression.value_dtype not in FLOATING:
             rule = f"of a value_dtype among {FLOATING}"
             raise ValueError(_message("compression", rule, self))
-        self._check_synchronous()
-        self._check_rounds()
-
-    def _check_rounds(self) -> None:
-        """Refuse settings of rounds without local steps, and others with them."""
-        if self.local_steps is None:
-            alone: dict[str, Any] = {"combine": "auto"}
-            names = "outer_optimizer", "quorum", "grace", "error_decay"
-            alone |= dict.fromkeys(names)
-            for name, value in alone.items():
-                if getattr(self, name) != value:
-                    rule = f"{value!r} without `local_steps`"
-                    raise ValueError(_message(name, rule, self))
-            return
-        self._set("local_steps", _count("local_steps", self.local_steps, 1))
-        _check_outer(self)
-        if self.quorum is not None:
-            self._set("quorum", _count("quorum", self.quorum, 1))
-        if self.grace is not None:
-            self._set("grace", _number("grace", self.grace))
-            if not (math.isfinite(self.grace) and self.grace >= 0):
-                raise ValueError(_message("grace", "a number of seconds", self))
-        _check_combine(self)
-        compression = self.compression
-        if compression and (compression.warmup_steps or compression.clip_norm):
-            rule = "without `warmup_steps` and `clip_norm`, with `local_steps`"
-            raise ValueError(_message("compression", rule, self))
-        alone = {"fetch_period": 1, "push_period": 1, "synchronous": False}
-        alone |= dict.fromkeys(("max_staleness", "table_bytes"))
-        for name, value in alone.items():
-            if getattr(self, name) != value:
-                raise ValueError(_message(name, f"{value} with `local_steps`", self))
+        _check_synchronous(self)
+        _check_rounds(self)
 
     @property
     def on_servers(self) -> "DownpourConfig":
@@ -600,19 +527,6 @@ class DownpourConfig(_Settings):
         if self.local_steps is None:
             return self
         return DownpourConfig(liveness=self.liveness, synchronous=True)
-
-    def _check_synchronous(self) -> None:
-        if not self.synchronous:
-            if self.backup_workers:
-                rule = "0 without synchronous=True"
-                raise ValueError(_message("backup_workers", rule, self))
-            return
-        alone: dict[str, Any] = {"fetch_period": 1, "push_period": 1}
-        alone |= dict.fromkeys(("max_staleness", "table_bytes", "compression"))
-        for name, value in alone.items():
-            if getattr(self, name) != value:
-                rule = f"{value} with synchronous=True"
-                raise ValueError(_message(name, rule, self))
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as plain values, fit for JSON."""
@@ -654,11 +568,7 @@ class AutoConfig(_Settings):
             raise ValueError(_message("allow", f"one or more of {ALLOWED}", self))
         self._set("allow", tuple(name for name in ALLOWED if name in names))
         for name, kind in (("dgc", DGCConfig), ("averaging", AveragingConfig)):
-            value: Any = getattr(self, name)
-            if isinstance(value, Mapping):
-                self._set(name, kind.from_config(value))
-            elif not (value is None or isinstance(value, kind)):
-                raise TypeError(_message(name, f"a {kind.__name__} or None", self))
+            _settle_nested(self, name, kind)
         if self.dgc and self.dgc.nonfinite != "raise":
             rule = "of nonfinite='raise', as what is chosen comes after the optimizer"
             raise ValueError(_message("dgc", rule, self))
@@ -673,6 +583,36 @@ class AutoConfig(_Settings):
             "dgc": self.dgc and self.dgc.get_config(),
             "averaging": self.averaging and self.averaging.get_config(),
         }
+
+
+def _check_overlap(config: AveragingConfig) -> None:
+    """Refuse flights that are longer than a period, or what does not fly."""
+    if config.overlap in (None, 0):
+        config._set("overlap", None)
+        return
+    if config.overlap != AUTO:
+        if isinstance(config.overlap, str):
+            rule = f"None, a number of steps, or {AUTO!r}"
+            raise ValueError(_message("overlap", rule, config))
+        config._set("overlap", _count("overlap", config.overlap))
+        if config.overlap > config.least_period:
+            rule = f"at most a period, {config.least_period}"
+            raise ValueError(_message("overlap", rule, config))
+    if config.average_slots:
+        rule = "False with `overlap`: what optimizers keep is not in flight"
+        raise ValueError(_message("average_slots", rule, config))
+
+
+def _settle_compression(config: AveragingConfig, compression: DGCConfig) -> None:
+    """Choose what goes together: owners know sums, and not who sent what."""
+    if compression.exchange == "owners":
+        if config.combine == "senders":
+            rule = "'mean' or 'auto' with exchange='owners', where sums are made"
+            raise ValueError(_message("combine", rule, config))
+        config._set("combine", "mean")
+    elif config.combine != "mean":
+        compression = dataclasses.replace(compression, exchange="allgather")
+    config._set("compression", compression)
 
 
 def _within_of(config: AveragingConfig) -> str | DGCConfig | None:
@@ -698,6 +638,51 @@ def _within_of(config: AveragingConfig) -> str | DGCConfig | None:
     raise ValueError(_message("within", rule, config))
 
 
+def _check_rounds(config: DownpourConfig) -> None:
+    """Refuse settings of rounds without local steps, and others with them."""
+    if config.local_steps is None:
+        alone: dict[str, Any] = {"combine": "auto"}
+        names = "outer_optimizer", "quorum", "grace", "error_decay"
+        alone |= dict.fromkeys(names)
+        for name, value in alone.items():
+            if getattr(config, name) != value:
+                rule = f"{value!r} without `local_steps`"
+                raise ValueError(_message(name, rule, config))
+        return
+    config._set("local_steps", _count("local_steps", config.local_steps, 1))
+    _check_outer(config)
+    if config.quorum is not None:
+        config._set("quorum", _count("quorum", config.quorum, 1))
+    if config.grace is not None:
+        rule = "a number of seconds"
+        _settle_number(config, "grace", rule, lambda n: 0 <= n < math.inf)
+    _check_combine(config)
+    compression = config.compression
+    if compression and (compression.warmup_steps or compression.clip_norm):
+        rule = "without `warmup_steps` and `clip_norm`, with `local_steps`"
+        raise ValueError(_message("compression", rule, config))
+    alone = {"fetch_period": 1, "push_period": 1, "synchronous": False}
+    alone |= dict.fromkeys(("max_staleness", "table_bytes"))
+    for name, value in alone.items():
+        if getattr(config, name) != value:
+            raise ValueError(_message(name, f"{value} with `local_steps`", config))
+
+
+def _check_synchronous(config: DownpourConfig) -> None:
+    """Refuse what does not go with steps of all workers, or goes with them only."""
+    if not config.synchronous:
+        if config.backup_workers:
+            rule = "0 without synchronous=True"
+            raise ValueError(_message("backup_workers", rule, config))
+        return
+    alone: dict[str, Any] = {"fetch_period": 1, "push_period": 1}
+    alone |= dict.fromkeys(("max_staleness", "table_bytes", "compression"))
+    for name, value in alone.items():
+        if getattr(config, name) != value:
+            rule = f"{value} with synchronous=True"
+            raise ValueError(_message(name, rule, config))
+
+
 def _check_outer(config: Any) -> None:
     """Refuse what is no outer optimizer, and makes none."""
     outer = config.outer_optimizer
@@ -716,9 +701,8 @@ def _check_combine(config: Any) -> None:
     if config.combine not in COMBINATIONS:
         raise ValueError(_message("combine", f"one of {COMBINATIONS}", config))
     if config.error_decay is not None:
-        config._set("error_decay", _number("error_decay", config.error_decay))
-        if not 0 < config.error_decay <= 1:
-            raise ValueError(_message("error_decay", "None or in (0, 1]", config))
+        rule = "None or in (0, 1]"
+        _settle_number(config, "error_decay", rule, lambda n: 0 < n <= 1)
 
 
 def _plain_outer(outer: Any) -> Any:
@@ -737,6 +721,32 @@ def _of_rounds(compression: DGCConfig) -> DGCConfig:
     if given or compression.value_dtype != "sign":
         return compression
     return dataclasses.replace(compression, sparsity=ROUND_SPARSITY)
+
+
+def _settle_nested(config: _Settings, name: str, kind: type[_Settings]) -> None:
+    """Let a setting be settings of a kind, or None; they may come as plain values."""
+    value: Any = getattr(config, name)
+    if isinstance(value, Mapping):
+        config._set(name, kind.from_config(value))
+    elif not (value is None or isinstance(value, kind)):
+        raise TypeError(_message(name, f"a {kind.__name__} or None", config))
+
+
+def _check_flags(config: _Settings, *names: str) -> None:
+    """Refuse what is neither True nor False."""
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise TypeError(_message(name, "True or False", config))
+
+
+def _settle_number(
+    config: _Settings, name: str, rule: str, keeps: Callable[[float], bool]
+) -> None:
+    """Let a setting be a number that keeps to a rule."""
+    value = _number(name, getattr(config, name))
+    config._set(name, value)
+    if not keeps(value):
+        raise ValueError(_message(name, rule, config))
 
 
 def _message(name: str, rule: str, config: object) -> str:
