@@ -1,5 +1,6 @@
 """Figures that a worker counts: of a step, of a round, of each tensor."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -154,6 +155,12 @@ class StepStats(NamedTuple):
     received_bytes: tf.Tensor
 
 
+def step_stats(figures: tf.Tensor, residual_norm: tf.Tensor) -> StepStats:
+    """Return figures, as of `counted`, and the norm of what is kept, by name."""
+    *before, received = tf.unstack(figures, COUNTED)
+    return StepStats._make([*before, residual_norm, received])
+
+
 class Clock:
     """Counts steps: one ends where an optimizer comes for the second time.
 
@@ -197,3 +204,8 @@ class Counters:
         with tf.device("CPU:0"):
             self._last.assign_add(figures)
             self._clock.total.assign_add(figures)
+
+
+def last_step(counters: Sequence[Counters]) -> tf.Tensor:
+    """Return the figures of the last step of the clock, of several optimizers."""
+    return sum([each.last for each in counters], tf.zeros([COUNTED], tf.int64))

@@ -12,7 +12,13 @@ import tensorflow as tf
 
 from tf_dgc.exchanges import nodes, records
 from tf_dgc.exchanges.base import Exchange, TakenOver, Update
-from tf_dgc.exchanges.figures import COUNTED, StepStats, TensorStats, counted
+from tf_dgc.exchanges.figures import (
+    StepStats,
+    TensorStats,
+    counted,
+    last_step,
+    step_stats,
+)
 from tf_dgc.exchanges.opened import OpenExchanges, Subset, check
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.records import Record
@@ -54,11 +60,7 @@ class Ledger(OpenExchanges):
         known = [shaped(g, v.shape) for g, v in zip(local, variables, strict=True)]
         known, part = nodes.gradients(self.transport, known, exchange.name, part)
         update = exchange.gradients(known, taken_over, part)
-        elements = sum(v.shape.num_elements() for v in variables)
-        size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
-        with tf.device("CPU:0"):
-            figures = counted(update.traffic, size, elements)
-        exchange.counters.record(figures)
+        exchange.counters.record(_figures(update, variables))
         return update
 
     def compare(self, owners: Sequence[Any]) -> None:
@@ -98,8 +100,7 @@ class Ledger(OpenExchanges):
             owners: only what is theirs; by default all there is.
             variables: with `owners`, also what trains only some of these.
         """
-        everybody = self.transport.everybody
-        records.save(everybody, path, self.records(owners, variables))
+        records.save(self.transport.everybody, path, self.records(owners, variables))
 
     def records(
         self, owners: Sequence[Any] | None = None, variables: Sequence[Any] = ()
@@ -132,13 +133,7 @@ class Ledger(OpenExchanges):
         found = records.load(self.transport.everybody, path)
         choice = None if owners is None else Subset(owners, variables)
         exchanges = self.left(choice)
-        if len(found) < len(exchanges):
-            raise ValueError(
-                f"The state in {path} must be of {len(exchanges)} optimizers. "
-                f"Received: field 'accounts' has {len(found)}"
-            )
-        for exchange, record in zip(exchanges, found, strict=False):
-            check(exchange, record)
+        _check(exchanges, found, path)
         found = nodes.joined(self.transport, found)
         for exchange, record in zip(exchanges, found, strict=False):
             exchange.load(record.arrays, record.step)
@@ -159,11 +154,7 @@ class Ledger(OpenExchanges):
         Raises:
             ValueError: a restored state waits for its owner's first step.
         """
-        if self._waiting.are_left:
-            raise ValueError(
-                "What was restored is taken over in the first step of its optimizer; "
-                "flush after that"
-            )
+        self._waiting.require_none()
         for exchange in self.left():
             exchange.flush(variables, functools.partial(apply, exchange.owner()))
 
@@ -180,13 +171,27 @@ class Ledger(OpenExchanges):
 
     def stats(self, total: bool = False) -> StepStats:
         """Return this worker's figures of the last step, or summed over all steps."""
-        if total:
-            found = self._clock.total.read_value()
-        else:
-            last = [exchange.counters.last for exchange in self.exchanges()]
-            found = sum(last, tf.zeros([COUNTED], tf.int64))
-        figures = tf.unstack(found, COUNTED)
-        return StepStats._make([*figures[:4], self.residual_norm(), figures[4]])
+        counters = [exchange.counters for exchange in self.exchanges()]
+        found = self._clock.total.read_value() if total else last_step(counters)
+        return step_stats(found, self.residual_norm())
+
+
+def _figures(update: Update, variables: Sequence[Any]) -> tf.Tensor:
+    """Return what is counted of a step, see `figures.counted`."""
+    elements = sum(v.shape.num_elements() for v in variables)
+    size = sum(v.shape.num_elements() * v.dtype.size for v in variables)
+    return counted(update.traffic, size, elements)
+
+
+def _check(exchanges: Sequence[Exchange], found: Sequence[Record], path: Any) -> None:
+    """Raise ValueError where records of a folder are not of exchanges, in order."""
+    if len(found) < len(exchanges):
+        raise ValueError(
+            f"The state in {path} must be of {len(exchanges)} optimizers. "
+            f"Received: field 'accounts' has {len(found)}"
+        )
+    for exchange, record in zip(exchanges, found, strict=False):
+        check(exchange, record)
 
 
 def _record_of(exchange: Exchange) -> Record:

@@ -62,10 +62,13 @@ class WaitingStates:
         """Tell whether any were restored."""
         return bool(self._parts)
 
-    @property
-    def are_left(self) -> bool:
-        """Tell whether any of them still wait."""
-        return any(records for records, _ in self._parts)
+    def require_none(self) -> None:
+        """Raise ValueError where any of them still wait."""
+        if any(records for records, _ in self._parts):
+            raise ValueError(
+                "What was restored is taken over in the first step of its optimizer; "
+                "flush after that"
+            )
 
     def of(self, choice: Subset | None) -> list[Record]:
         """Return those of exchanges that may be of a choice; None is all."""
