@@ -39,6 +39,8 @@ class Kept(keras.metrics.Metric):
             kept.assign(ops.maximum(kept, ops.max(ops.abs(y))))
         elif self.how == "steps":
             kept.assign_add(1.0)
+        elif self.how == "means":
+            kept.assign_add(ops.mean(errors))
         elif self.how == "last":
             kept.assign(ops.mean(y))
         elif self.how == "moving":
@@ -70,7 +72,7 @@ class Perplexity(keras.metrics.Metric):
 
 
 SUMS = ("sum", "rows", "rows of means", "chosen")
-OTHERS = ("largest", "steps", "last", "moving", "means of chosen")
+OTHERS = ("largest", "steps", "means", "last", "moving", "means of chosen")
 
 
 def fitted(eager: bool) -> dict[str, float]:

@@ -12,11 +12,12 @@ import keras
 
 from tf_dgc import _host
 from tf_dgc._host.operations import Write
-from tf_dgc.strategies.known import CONSTANT, NUMBER
+from tf_dgc.strategies.known import CONSTANT, COUNT, NUMBER, SUM
 from tf_dgc.strategies.readings import Reading
 
 _SAME = {"Identity", "Cast", "EnsureShape", "Reshape"}
 _SUMS = {"AddV2", "Add", "AddN"}
+_ADD_UP = {(SUM, 0), (COUNT, 0)}
 
 
 def others(
@@ -141,4 +142,11 @@ def _is_of_rows(tensor: Any, reading: Reading) -> bool:
     known = reading.of(tensor)
     if known.kind == CONSTANT:
         return reading.shapes.may_count(tensor)
-    return known.kind != NUMBER or tensor.shape.rank != 0 or known.terms is not None
+    if known.kind != NUMBER or tensor.shape.rank != 0:
+        return True
+    if known.terms is None or known.terms <= _ADD_UP:
+        return known.terms is not None
+    operation = _host.operations.of(tensor)  # maybe a mean times the number of rows
+    times = operation.inputs if operation and operation.kind == "Mul" else []
+    constants = [each for each in times if reading.of(each).kind == CONSTANT]
+    return any(map(reading.shapes.may_count, constants))
