@@ -155,6 +155,20 @@ class Late(keras.Model):
         return {"seen": loss}
 
 
+class Drawing(keras.Sequential):
+    """Keeps what its step draws for the rows of a batch, by a seed."""
+
+    def train_step(self, given: Any) -> Any:
+        x, _ = given
+        drawn = tf.random.stateless_normal([tf.shape(x)[0]], [3, 1])
+        self.drawn.assign(drawn)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(x) * drawn[:, None])
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"seen": loss}
+
+
 @pytest.mark.long
 class StepsTest(parameterized.TestCase):
     def model(self, strategy: Any, kind: type[Any]) -> Any:
@@ -172,6 +186,21 @@ class StepsTest(parameterized.TestCase):
                 model = self.model(job.worker(rank), Gathering)
                 model.fit(x, x, batch_size=4, verbose=0)
                 self.assertTrue(np.isfinite(model.get_weights()[0]).all())
+
+    @parameterized.parameters(False, True)
+    def test_a_seed_draws_for_rows_of_each_worker_what_is_drawn_for_those_of_all(
+        self, eager: bool
+    ) -> None:
+        x = np.ones([8, 3], "float32")
+        found = []
+        with local_servers.Job(workers=2) as job:
+            for rank in range(2):
+                model = self.model(job.worker(rank), Drawing)
+                model.drawn = tf.Variable(tf.zeros([4]), trainable=False)
+                model.run_eagerly = eager
+                model.fit(x, x, batch_size=8, verbose=0)
+                found.extend(model.drawn.numpy())
+        self.assertEqual(found, list(tf.random.stateless_normal([8], [3, 1]).numpy()))
 
     def test_a_variable_without_a_value_is_named(self) -> None:
         x = np.ones([8, 3], "float32")

@@ -1,16 +1,17 @@
 """Inside of DownpourStrategy: runs, meetings and backups of a worker with servers."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import keras
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.served import served
 from tf_dgc.servers.tables import Tables
-from tf_dgc.strategies import embeddings
+from tf_dgc.strategies import drawn_rows, embeddings
 from tf_dgc.strategies.common_steps import CommonSteps
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.following import Following
@@ -42,14 +43,15 @@ class ServedInner(Inner):
         self.following = Following(self.make, self.fits)
         self.tables = Tables(self.make.servers, self.members, core.strategy)
         self._common = CommonSteps(core.ledger)
+        self._workers = OverServers(self.make.servers, self.members)
 
     def _make_exchanging(self) -> ServedTraining:
         return ServedTraining(self.core, self.make, self.fits)
 
     def sum_losses(self) -> None:
         """Let losses be of the rows of all workers, in steps that all take together."""
-        self._common.sums = sums = OverServers(self.make.servers, self.members)
-        self.core.share = ServedShare(sums)
+        self._common.sums = self._workers
+        self.core.share = ServedShare(self._workers)
 
     @property
     def holds_alike(self) -> bool:
@@ -129,6 +131,33 @@ class ServedInner(Inner):
         self.fetch()
 
     # Runs.
+
+    def run(self, fn: Any, args: Any, step: Callable[[Any], Any]) -> Any:
+        """Run a function as a step; see `Inner.run`.
+
+        What it draws by a seed is for this worker's rows, of which others are taken to
+        have as many where workers do not meet.
+        """
+        if self.share is not None or not self._trains(fn):
+            return super().run(fn, args, step)
+
+        def drawing(args: Any) -> Any:
+            say = self._say
+            return drawn_rows.run_own(args, step, self._workers, True, say)
+
+        return super().run(fn, args, drawing)
+
+    def _trains(self, fn: Any) -> bool:
+        """Tell whether a function is a step of training, and others take it, too."""
+        model = _host.keras.model_of(fn)
+        if model is None:  # of a loop of one's own, or of `predict`
+            trains = getattr(fn, "__name__", "") != "one_step_on_data"
+        else:
+            trains = _host.keras.step_named(model, fn) == "train_step"
+        return trains and self._workers.size > 1
+
+    def _say(self, warning: str) -> None:
+        self.core.warn([warning])
 
     @contextlib.contextmanager
     def fitting(
