@@ -424,6 +424,28 @@ def check_outsider(model: keras.Model, on_purpose: bool) -> str:
     return f"{told}. Where that is not meant, {remedy}."
 
 
+def check_metrics_outside(model: keras.Model) -> None:
+    """Refuse metrics of a strategy in a model of none: to read them, workers meet.
+
+    Args:
+        model: of the user, made outside the scope.
+
+    Raises:
+        ValueError: it has such metrics; names them.
+    """
+    names = {
+        metric.name
+        for metric in _host.keras.metrics_given(model)
+        if any(_host.distribute.is_metric_variable(v.value) for v in metric.variables)
+    }
+    if names:
+        raise ValueError(
+            f"The model {model.name!r} was made outside the scope of the strategy, but "
+            "its metrics inside it, where all workers would have to meet for them. "
+            f"Received: metrics {', '.join(sorted(names))}. Make others for this model."
+        )
+
+
 def clipping_of(optimizer: keras.optimizers.Optimizer) -> list[str]:
     """Say how Keras clips gradients for an optimizer; empty where it does not."""
     return [

@@ -71,6 +71,16 @@ class OutsideTest(tf.test.TestCase):
         (line,) = logs.output
         self.assertRegex(line, "was made outside the scope.* Where that is not meant")
 
+    def test_it_cannot_have_metrics_of_the_strategy(self) -> None:
+        own = first_of_two()
+        own.extended.used = True
+        with own.scope():
+            metric = keras.metrics.AUC(name="shared")
+        model = features.mlp()
+        model.compile("adam", "mse", metrics=[metric])
+        with self.assertRaisesRegex(ValueError, "meet for them.*: metrics shared"):
+            model.fit(X, Y, verbose=0)
+
     def test_what_is_not_trained_may_be_outside(self) -> None:
         own = first_of_two()
         with self.assertNoLogs("tf_dgc", "WARNING"):

@@ -670,6 +670,17 @@ def metrics_within(model: keras.Model) -> list[keras.Metric]:
     return found
 
 
+def metrics_given(model: keras.Model) -> list[keras.Metric]:
+    """Return a model's metrics, and those `compile` was given, maybe not built yet.
+
+    keras/src/trainers/compile_utils.py: CompileMetrics.
+    """
+    compiled = getattr(model, "_compile_metrics", None)
+    names = ("_user_metrics", "_user_weighted_metrics")
+    given = keras.tree.flatten([getattr(compiled, name, None) for name in names])
+    return metrics_within(model) + [m for m in given if isinstance(m, keras.Metric)]
+
+
 def metric_variables(model: keras.Model) -> list[Any]:
     """Return the variables of a model's metrics, of this worker."""
     return [component_of(v) for v in model.metrics_variables if v.name != _SEEDS]

@@ -84,4 +84,5 @@ def refuse_outsider(
         on_purpose = used and fits.may_be_outside()
         warning = optimizers.check_outsider(model, on_purpose)
         next(iter(of_several)).inner.core.warn([warning])
+        optimizers.check_metrics_outside(model)
     return original(model, *args, **kwargs)
