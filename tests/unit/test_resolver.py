@@ -11,8 +11,7 @@ from loopback import Hub, Loopback
 
 import tf_dgc
 from tf_dgc import transports
-from tf_dgc.strategies import watched
-from tf_dgc.strategies.extended import OneReplicaExtended
+from tf_dgc.strategies import randomness, watched
 from tf_dgc.transports import base, handshake, resolver
 from tf_dgc.transports.local import LocalTransport
 from tf_dgc.transports.rendezvous import NoHybridTransport
@@ -313,7 +312,7 @@ class ClusterResolverTest(tf.test.TestCase):
         # The other workers are not there to compare settings with.
         with (
             mock.patch.object(handshake, "agree"),
-            mock.patch.object(OneReplicaExtended, "share_seed"),
+            mock.patch.object(randomness, "agree"),
             mock.patch.object(atexit, "register"),
             mock.patch.object(watched, "of_several", set()),
         ):

@@ -12,8 +12,7 @@ import tensorflow as tf
 from loopback import Hub, Loopback
 
 import tf_dgc
-from tf_dgc.strategies import watched
-from tf_dgc.strategies.extended import OneReplicaExtended
+from tf_dgc.strategies import randomness, watched
 from tf_dgc.transports import handshake
 
 X = np.ones((8, 8), "float32")
@@ -24,7 +23,7 @@ def first_of_two() -> tf_dgc.DenseStrategy:
     """Return the strategy of a worker whose peer is not there."""
     with (
         mock.patch.object(handshake, "agree"),
-        mock.patch.object(OneReplicaExtended, "share_seed"),
+        mock.patch.object(randomness, "agree"),
         mock.patch("atexit.register"),
     ):
         return tf_dgc.DenseStrategy(transport=Loopback(Hub(2), 0))

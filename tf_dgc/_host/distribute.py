@@ -105,7 +105,7 @@ class _OnRead(values.SyncOnReadVariable):
     def _get_cross_replica(self) -> Any:
         if self._aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA:
             return super()._get_cross_replica()
-        return self._distribute_strategy.extended.of_first(self)
+        return self._distribute_strategy.extended.reductions.of_first(self)
 
     def value(self) -> Any:
         """Return the value, of all workers outside of their steps."""

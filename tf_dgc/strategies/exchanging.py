@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_dgc import _host, bands, optimizers, step
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges import Part, Update
+from tf_dgc.strategies import outside
 from tf_dgc.strategies.core import Core
 
 
@@ -77,7 +78,7 @@ class Exchanging:
         core.warn(optimizers.warnings_about(optimizer, workers, core.in_steps))
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
-                core.extended.refuse_foreign(variable)
+                outside.refuse_foreign(core.strategy, variable)
         done = share is not None and share.step.is_done([v for _, v in pairs])
         if done and core.of_all:
             self._update_only(optimizer, pairs, learning_rate, update)
@@ -124,7 +125,7 @@ class Exchanging:
         part = core.share.weights.part(optimizer, learning_rate, variables)
         if core.stopping is not None:
             part = part._replace(ballot=core.stopping.ballot)
-        witness = core.extended.witness
+        witness = core.extended.distribution.witness
         given = [g for g, _ in pairs if g is not None]
         # Nothing else tells TensorFlow that a step which reads its batch itself reads
         # before it compares.

@@ -6,27 +6,19 @@ Keras metrics accumulate is kept by worker and summed when it is read.
 
 import contextlib
 import contextvars
-import logging
-import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tf_dgc import _host, bands
-from tf_dgc.strategies import (
-    data,
-    outside,
-    randomness,
-    witness,
-)
+from tf_dgc.strategies import outside
+from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.distribution import Distribution, SharedData
 from tf_dgc.strategies.made_variables import MadeVariables
 from tf_dgc.strategies.one_device import OneDevice
 from tf_dgc.strategies.reductions import Reductions
 from tf_dgc.transports.mesh import Mesh
-
-_logger = logging.getLogger("tf_dgc")
 
 _alone = contextvars.ContextVar("tf_dgc_alone", default=False)
 
@@ -49,6 +41,8 @@ class OneReplicaExtended(OneDevice):
         ran: whether a step was run by the strategy.
         exchanged: whether the gradients that are applied now are those of all workers.
         made: variables of the strategy.
+        distribution: of data.
+        reductions: that scripts and metrics ask for.
     """
 
     def __init__(
@@ -62,13 +56,8 @@ class OneReplicaExtended(OneDevice):
         self.used = self.ran = False
         self.exchanged = False
         self.made = MadeVariables(mesh)
-        self._distribution = Distribution(mesh)
-        self._reductions = Reductions(mesh)
-
-    @property
-    def witness(self) -> witness.Witness:
-        """Witness of the batch of all workers that was read last."""
-        return self._distribution.witness
+        self.distribution = Distribution(mesh)
+        self.reductions = Reductions(mesh)
 
     # Variables.
 
@@ -101,7 +90,7 @@ class OneReplicaExtended(OneDevice):
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         """Return a context in which an optimizer makes a slot for a variable."""
-        self.refuse_foreign(colocate_with_variable)
+        outside.refuse_foreign(self._container_strategy(), colocate_with_variable)
         return super().colocate_vars_with(colocate_with_variable)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -112,19 +101,10 @@ class OneReplicaExtended(OneDevice):
         """Tell whether an optimizer's step must be that of several workers."""
         return self._mesh.everybody.size > 1
 
-    def refuse_foreign(self, variable: Any) -> None:
-        """Raise ValueError where a variable is not of this strategy."""
-        if _host.keras.strategy_of(variable) is not self._container_strategy():
-            raise ValueError(
-                f"The variable {variable.name!r} was made outside the scope of this "
-                "strategy, and its optimizer inside. Build and compile the model "
-                "inside `with strategy.scope():`."
-            )
-
     def _update(
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
     ) -> Any:
-        self.refuse_foreign(var)
+        outside.refuse_foreign(self._container_strategy(), var)
         # Optimizers also update what they keep, decay weights without arguments, and
         # overwrite them with a variable, their average.
         gradient = args and isinstance(args[0], tf.Tensor | tf.IndexedSlices)
@@ -143,20 +123,6 @@ class OneReplicaExtended(OneDevice):
 
     # Data.
 
-    def share_seed(self) -> None:
-        """Let all workers draw the order of their data alike."""
-        seed = tf.constant(secrets.randbits(31), tf.int64)
-        everybody = self._mesh.everybody
-        (seed,) = everybody.broadcast([seed], "seed")
-        randomness.share(int(seed))
-        if not randomness.take_over(everybody) and everybody.rank == 0:
-            _logger.warning(randomness.OTHER_HASHES)
-
-    def own_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return this worker's rows of batches; see `data.share_of`."""
-        everybody = self._mesh.everybody
-        return data.share_of(dataset, everybody.rank, everybody.size)
-
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         strategy = self._container_strategy()
         strategy.inner.settle()
@@ -164,7 +130,7 @@ class OneReplicaExtended(OneDevice):
         if own_batches is not None and own_batches.is_alone:
             shared = SharedData(dataset)
         else:
-            shared = self._distribution.shared(dataset, strategy.lockstep)
+            shared = self.distribution.shared(dataset, strategy.lockstep)
         return _host.distribute.distributed_dataset(
             strategy, shared.dataset, self._device, shared.meeting, shared.marks
         )
@@ -172,7 +138,7 @@ class OneReplicaExtended(OneDevice):
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         strategy = self._container_strategy()
         strategy.inner.settle()
-        own = self._distribution.own(
+        own = self.distribution.own(
             lambda: dataset_fn(self._input_context()), strategy.lockstep
         )
         return _host.distribute.distributed_dataset(
@@ -193,15 +159,8 @@ class OneReplicaExtended(OneDevice):
             )
         context.refuse_pending()
         if getattr(fn, "__name__", "") == "check_finite":
-            # LossScaleOptimizer: an overflow on one worker is one for all.
             core = self._container_strategy().inner.core
-            if core.share is not None:
-                optimizer = getattr(fn, "__self__", None)
-                inner = _host.keras.inner_optimizers(optimizer)[-1]
-                variables = _host.keras.variables_of(inner)
-                weights = core.share.weights
-                result = weights.all_finite(result, args[0], variables)
-            result = core.over.holds_on_all(result, "finite")
+            result = _finite_on_all(core, fn, args[0], result)
         return result
 
     def _reduce_to(
@@ -217,13 +176,27 @@ class OneReplicaExtended(OneDevice):
     ) -> Any:
         values = [value for value, _ in value_destination_pairs]
         core = self._container_strategy().inner.core
-        return self._reductions.reduced(reduce_op, values, core.over)
-
-    def of_first(self, value: Any) -> tf.Tensor:
-        """Return what rank 0 has of a variable of a metric; all workers call this."""
-        return self._reductions.of_first(value)
+        return self.reductions.reduced(reduce_op, values, core.over)
 
     def _gather_to_implementation(
         self, value: Any, destinations: Any, axis: int, options: Any
     ) -> tf.Tensor:
-        return self._reductions.gathered(value, axis)
+        return self.reductions.gathered(value, axis)
+
+
+def _finite_on_all(core: Core, check: Any, gradients: Any, own: Any) -> tf.Tensor:
+    """Tell whether gradients are finite on all workers, which all call this.
+
+    For LossScaleOptimizer: an overflow on one worker is one for all.
+
+    Args:
+        core: of the strategy.
+        check: method of the optimizer that asks.
+        gradients: of this worker.
+        own: whether these are, shape [], bool.
+    """
+    if core.share is not None:
+        inner = _host.keras.inner_optimizers(getattr(check, "__self__", None))[-1]
+        variables = _host.keras.variables_of(inner)
+        own = core.share.weights.all_finite(own, gradients, variables)
+    return core.over.holds_on_all(own, "finite")

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc.strategies import data_graphs, slicing, split
+from tf_dgc.strategies import data, data_graphs, slicing, split
 from tf_dgc.strategies.extended import OneReplicaExtended
 
 _UNBUILT = (
@@ -37,7 +37,9 @@ def build_by_first_batches(
         return _built(original, model, zeros)
     batches = _host.keras.first_batches_of(iterator)
     if batches is not None:
-        data_batch = slicing.first_of(extended.own_rows(batches))
+        workers = model.distribute_strategy.transport
+        own = data.share_of(batches, workers.rank, workers.size)
+        data_batch = slicing.first_of(own)
     else:
         for *_, batches in iterator:
             data_batch = next(batches, None)

@@ -10,7 +10,7 @@ import keras
 from tf_dgc import _host, optimizers
 from tf_dgc.exchanges import records
 from tf_dgc.exchanges.records import Record
-from tf_dgc.strategies import adopted, unused
+from tf_dgc.strategies import adopted, randomness, unused
 from tf_dgc.strategies.agreement import Agreement
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.early_ends import EarlyEnds
@@ -56,7 +56,7 @@ class Inner:
         self.own_batches = own_batches
         core.stopping = Stopping(core.mesh, core.ledger, lambda: self.settle())
         self.early_ends = EarlyEnds(core.mesh, self.own_batches)
-        core.extended.share_seed()
+        randomness.agree(transport)
         atexit.register(unused.warn, core.extended, core.mesh)
 
     @property

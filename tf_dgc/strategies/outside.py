@@ -30,6 +30,16 @@ def error(name: str) -> RuntimeError:
     )
 
 
+def refuse_foreign(strategy: Any, variable: Any) -> None:
+    """Raise ValueError where a variable is not of a strategy."""
+    if _host.keras.strategy_of(variable) is not strategy:
+        raise ValueError(
+            f"The variable {variable.name!r} was made outside the scope of this "
+            "strategy, and its optimizer inside. Build and compile the model "
+            "inside `with strategy.scope():`."
+        )
+
+
 def apply(
     original: Callable[..., Any],
     optimizer: Any,
@@ -46,7 +56,7 @@ def apply(
     if strategy.extended.several:
         variables = trainable_variables or _host.keras.variables_of(optimizer)
         for variable in variables if _host.keras.is_in_fit() else ():
-            strategy.extended.refuse_foreign(variable)
+            refuse_foreign(strategy, variable)
         first = next(iter(variables), optimizer)
         raise error(getattr(first, "path", first.name))
     return strategy.run(lambda: original(optimizer, grads, trainable_variables))

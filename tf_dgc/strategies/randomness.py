@@ -6,7 +6,9 @@ workers draw the same orders, also where no seed is set, and each its own noise.
 
 import contextlib
 import inspect
+import logging
 import random
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,6 +33,7 @@ OTHER_HASHES = (
     "does), or sort"
 )
 
+_logger = logging.getLogger("tf_dgc")
 _streams: dict[str, random.Random] = {}
 
 
@@ -54,6 +57,15 @@ def share(seed: int) -> None:
     """
     for name in ("tf.data", "arrays", "PyDataset"):
         _streams[name] = random.Random(f"{seed} {name}")
+
+
+def agree(transport: Transport) -> None:
+    """Let all workers draw the order of their data alike; all call this."""
+    own = tf.constant(secrets.randbits(31), tf.int64)
+    (seed,) = transport.broadcast([own], "seed")
+    share(int(seed))
+    if not take_over(transport) and transport.rank == 0:
+        _logger.warning(OTHER_HASHES)
 
 
 def take_over(transport: Transport) -> bool:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.strategies import pieces
+from tf_dgc.strategies import outside, pieces
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.served_data import DataShares
 
@@ -151,7 +151,7 @@ class DownpourExtended(OneReplicaExtended):
         twin = strategy.inner.twin_of(var)
         if twin is None or not self.running:
             return super()._update(var, fn, args, kwargs, group)
-        self.refuse_foreign(var)
+        outside.refuse_foreign(strategy, var)
         if not self.exchanged:  # such as weight decay, before the exchange
             strategy.inner.exchanging.at_push(
                 lambda: pieces.change(twin, fn, args, kwargs)

@@ -11,7 +11,7 @@ from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.served import Served
 from tf_dgc.exchanges.served_rounds import RoundsOnServers
-from tf_dgc.strategies import embeddings, on_servers
+from tf_dgc.strategies import embeddings, on_servers, outside
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.exchanging import Exchanging
 from tf_dgc.strategies.served_rounds import LocalTraining
@@ -64,7 +64,7 @@ class ServedTraining(Exchanging):
             self._current = self._exchange_of(optimizer, variables)
             return
         for variable in variables:
-            self._core.extended.refuse_foreign(variable)
+            outside.refuse_foreign(self._core.strategy, variable)
         if self.local is not None and not self.local.on_servers:
             self.local.prepare(optimizer, variables, self._open_outer)
             return
