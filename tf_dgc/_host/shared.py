@@ -35,6 +35,8 @@ def wanted() -> list[tuple[Any, str]]:
 
 probe.check(wanted())
 
+_Change = Callable[..., Any]
+
 
 class Piece(NamedTuple):
     """Some rows of a variable, or all of it, and who holds them."""
@@ -116,17 +118,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         self.pieces, self.cursor = list(pieces), cursor or Cursor()
         self.whole = tf.TensorShape(shape)
         self.writes: Callable[[], bool] = lambda: True
-        several = len(self.pieces) > 1
-        self._handles = [
-            _handle(
-                f"{name}.{i}" if several else name,
-                container,
-                dtype,
-                self._shape_of(piece),
-                piece.device,
-            )
-            for i, piece in enumerate(self.pieces)
-        ]
+        self._handles = _handles(name, container, dtype, self.whole, self.pieces)
         super().__init__(
             trainable=watched,
             shape=self.whole,
@@ -136,11 +128,6 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
             unique_id=unique_id or name,
             name=name,
         )
-
-    def _shape_of(self, piece: Piece) -> tf.TensorShape:
-        if len(self.pieces) == 1:
-            return self.whole
-        return tf.TensorShape([piece.stop - piece.start, *self.whole[1:]])
 
     def handle_of(self, at: int) -> Any:
         """Return the handle of a piece."""
@@ -156,10 +143,12 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
     @property
     def _shape(self) -> tf.TensorShape:
-        at = self.cursor.at
-        if self.cursor.rows is not None:
-            return tf.TensorShape([self.cursor.rows.shape[0], *self.whole[1:]])
-        return self.whole if at is None else self._shape_of(self.pieces[at])
+        at, rows = self.cursor.at, self.cursor.rows
+        if rows is not None:
+            return tf.TensorShape([rows.shape[0], *self.whole[1:]])
+        if at is None or len(self.pieces) == 1:
+            return self.whole
+        return _shape_of(self.pieces[at], self.whole)
 
     @_shape.setter
     def _shape(self, value: Any) -> None:
@@ -173,33 +162,27 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     @property
     def initialized(self) -> bool:
         """Tell whether all of it has a value, asked of the servers."""
-        found = [
-            tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in self._handles
-        ]
-        return all(map(bool, found))
-
-    def _joined(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
-        return tf.concat([read() for _ in self.cursor.over(len(self.pieces))], 0)
+        return all(
+            [bool(tf.raw_ops.VarIsInitializedOp(resource=h)) for h in self._handles]
+        )
 
     def value(self) -> tf.Tensor:
         """Return the value."""
-        if self.cursor.rows is not None:
-            return self.sparse_read(self.cursor.rows)
-        return self._joined(super().value) if self._split else super().value()
+        return self._read(super().value)
 
     def read_value(self) -> tf.Tensor:
         """Return the value, read now."""
+        return self._read(super().read_value)
+
+    def _read(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
         if self.cursor.rows is not None:
             return self.sparse_read(self.cursor.rows)
-        read = super().read_value
-        return self._joined(read) if self._split else read()
+        if not self._split:
+            return read()
+        return tf.concat([read() for _ in self.cursor.over(len(self.pieces))], 0)
 
     def _each(
-        self,
-        change: Callable[..., Any],
-        scatter: Callable[..., Any],
-        value: Any,
-        **kwargs: Any,
+        self, change: _Change, scatter: _Change, value: Any, **kwargs: Any
     ) -> Any:
         if self.cursor.at is None and not self.writes():
             return self
@@ -225,47 +208,62 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
         """Subtract from it."""
         return self._each(super().assign_sub, self.scatter_sub, delta, **kwargs)
 
-    def _scatter(self, operation: Callable[..., Any], slices: Any) -> Any:
-        """Change rows under the variable's lock.
-
-        ResourceScatterSub and its kin share it: of two clients that change a row in the
-        same instant one change is lost.
-        """
-        if tf.executing_eagerly() and self.shape.rank > 1:
-            operation = _traced(operation, (self.dtype, *self.shape))
-        operation(
-            ref=self.handle,
-            indices=slices.indices[:, tf.newaxis],
-            updates=tf.cast(slices.values, self.dtype),
-        )
-        return self
-
     def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Add to rows."""
-        return self._scatter(tf.raw_ops.ResourceScatterNdAdd, sparse_delta)
+        return _scattered(self, tf.raw_ops.ResourceScatterNdAdd, sparse_delta)
 
     def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Subtract from rows."""
-        return self._scatter(tf.raw_ops.ResourceScatterNdSub, sparse_delta)
+        return _scattered(self, tf.raw_ops.ResourceScatterNdSub, sparse_delta)
 
     def scatter_update(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace rows."""
-        return self._scatter(tf.raw_ops.ResourceScatterNdUpdate, sparse_delta)
-
-    def take_number(self) -> tf.Tensor:
-        """Add 1 to a counter; return what it was: each number goes to one client only.
-
-        Returns:
-            Shape [], int64, as the counter is; on the server.
-        """
-        number = _traced(_number, ()) if tf.executing_eagerly() else _number
-        return number(resource=self.handle)
+        return _scattered(self, tf.raw_ops.ResourceScatterNdUpdate, sparse_delta)
 
     def _serialize_to_tensors(self) -> Any:
         raise NotImplementedError("Keras saves the value instead")
 
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
         raise NotImplementedError("Keras assigns the value instead")
+
+
+def _shape_of(piece: Piece, whole: tf.TensorShape) -> tf.TensorShape:
+    """Return the shape of one of several pieces."""
+    return tf.TensorShape([piece.stop - piece.start, *whole[1:]])
+
+
+def _handles(
+    name: str,
+    container: str,
+    dtype: tf.DType,
+    whole: tf.TensorShape,
+    pieces: Sequence[Piece],
+) -> list[Any]:
+    """Return the handles of pieces; arguments as of `SharedVariable`."""
+    if len(pieces) == 1:
+        return [_handle(name, container, dtype, whole, pieces[0].device)]
+    return [
+        _handle(f"{name}.{i}", container, dtype, _shape_of(piece, whole), piece.device)
+        for i, piece in enumerate(pieces)
+    ]
+
+
+def _scattered(
+    variable: SharedVariable, operation: Callable[..., Any], slices: Any
+) -> SharedVariable:
+    """Change rows under the variable's lock.
+
+    ResourceScatterSub and its kin share it: of two clients that change a row in the
+    same instant one change is lost.
+    """
+    if tf.executing_eagerly() and variable.shape.rank > 1:
+        operation = _traced(operation, (variable.dtype, *variable.shape))
+    operation(
+        ref=variable.handle,
+        indices=slices.indices[:, tf.newaxis],
+        updates=tf.cast(slices.values, variable.dtype),
+    )
+    return variable
 
 
 class Table(SharedVariable):
@@ -323,6 +321,19 @@ class Table(SharedVariable):
     def accessed(self) -> None:
         """Let tapes watch it. tensorflow/python/eager/tape.py: variable_accessed."""
         tape.variable_accessed(self)
+
+
+def take_number(counter: SharedVariable) -> tf.Tensor:
+    """Add 1 to a counter; return what it was: each number goes to one client only.
+
+    Args:
+        counter: shape [], int64.
+
+    Returns:
+        Shape [], int64; on the server.
+    """
+    number = _traced(_number, ()) if tf.executing_eagerly() else _number
+    return number(resource=counter.handle)
 
 
 def _number(resource: Any) -> tf.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import values
+from tf_dgc import _host, values
 from tf_dgc.servers.members import Members
 
 _TORN = -1
@@ -52,7 +52,7 @@ class Fence:
     def replace(self) -> tf.Tensor:
         """Keep out who had the turn before, for this worker; return the number."""
         with tf.device(self._device):
-            number = self._number.take_number()
+            number = _host.shared.take_number(self._number)
         with tf.device("CPU:0"):
             self._noted.assign(tf.identity(number) + 1)
             return self._noted.read_value()

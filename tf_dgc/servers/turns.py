@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc import values
+from tf_dgc import _host, values
 from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, SUBJECT, Attendance
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Fence, Quorum, Rule
@@ -82,7 +82,7 @@ class Lots:
         if self._fence is not None:
             noted.append(self._fence.note())
         with tf.control_dependencies(noted), tf.device(self._device):
-            lot = self.drawn.take_number()
+            lot = _host.shared.take_number(self.drawn)
         with tf.device("CPU:0"):
             lot = tf.identity(lot)
             step, first = lot // _LOTS, lot % _LOTS == 0
