@@ -21,9 +21,11 @@ to the inputs takes the same ways back. Only activations travel.
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, bands
@@ -108,15 +110,7 @@ class SplitDense(keras.layers.Dense):
         self._strategy, self._band = strategy, own
         self._movement = Movement(strategy.mesh, f"split{number}")
         self._products = Products(self, strategy, own, self._movement)
-        with tf.init_scope(), strategy.scope():  # now, even if a function is traced
-            if over.size > 1:
-                refusals.refuse(self, strategy)
-                refusals.compare(self, over, shape)
-            self._kernel = draws.variable(
-                self.kernel_initializer, shape, own, self.variable_dtype, over
-            )
-        self._kernel.trainable = self.trainable
-        self._kernel.constraint = self.kernel_constraint
+        self._kernel = _made_kernel(self, strategy, own, shape)
         regularizer = self.kernel_regularizer
         self._kernel.regularizer = regularizer and self._regularization
         self.bias = None
@@ -160,29 +154,14 @@ class SplitDense(keras.layers.Dense):
         return self._movement.summed(own) if self.is_split else own
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse, where the kernel is split.
-
-        Raises:
-            ValueError: it is.
-        """
-        self._refuse_later("LoRA")
+        """Raise ValueError where the kernel is split."""
+        refusals.refuse_later(self, "LoRA")
         super().enable_lora(*args, **kwargs)
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse, where the kernel is split.
-
-        Raises:
-            ValueError: it is.
-        """
-        self._refuse_later("quantization")
+        """Raise ValueError where the kernel is split."""
+        refusals.refuse_later(self, "quantization")
         super().quantize(*args, **kwargs)
-
-    def _refuse_later(self, what: str) -> None:
-        if self.is_split:
-            raise ValueError(
-                f"The split layer {self.name!r} can have no {what}. Use "
-                "`tf_dgc.joined(model)` first"
-            )
 
     # Files.
 
@@ -208,17 +187,58 @@ class SplitDense(keras.layers.Dense):
             return
         if self.bias is not None:
             self.bias.assign(store["1"])
-        if "0" not in store:
-            if not bands.are_kept_elsewhere():
-                raise ValueError(
-                    f"The file has no kernel of the split layer {self.name!r}: it is a "
-                    "part of a backup, which `tf_dgc.callbacks.BackupState` reads"
-                )
-            return
-        whole, wanted = store["0"], own.shape(self._kernel.shape)
-        if tuple(whole.shape) != wanted:
-            raise ValueError(
-                f"The kernel of the split layer {self.name!r} must be of shape "
-                f"{wanted}. Received: {tuple(whole.shape)}"
-            )
-        self._kernel.assign(own.cut(whole))
+        if "0" in store or not bands.are_kept_elsewhere():
+            self._kernel.assign(_own_part(store, own, self._kernel.shape, self.name))
+
+
+def _made_kernel(
+    layer: SplitDense, strategy: Any, own: Band, shape: tuple[int, int]
+) -> Any:
+    """Make this worker's part of the kernel of a layer.
+
+    Args:
+        layer: that is being built.
+        strategy: of it.
+        own: place of the part in the kernel.
+        shape: of the whole kernel.
+
+    Raises:
+        ValueError: there are several workers, and something cannot be split.
+    """
+    over = strategy.transport
+    with tf.init_scope(), strategy.scope():  # now, even if a function is traced
+        if over.size > 1:
+            refusals.refuse(layer, strategy)
+            refusals.compare(layer, over, shape)
+        kernel = draws.variable(
+            layer.kernel_initializer, shape, own, layer.variable_dtype, over
+        )
+    kernel.trainable = layer.trainable
+    kernel.constraint = layer.kernel_constraint
+    return kernel
+
+
+def _own_part(store: Any, own: Band, shape: Sequence[int], name: str) -> np.ndarray:
+    """Return this worker's part of the kernel of a file.
+
+    Args:
+        store: of a layer in the file.
+        own: place of the part in the kernel.
+        shape: of the part.
+        name: of the layer.
+
+    Raises:
+        ValueError: the file has no kernel, or one of another shape.
+    """
+    if "0" not in store:
+        raise ValueError(
+            f"The file has no kernel of the split layer {name!r}: it is a "
+            "part of a backup, which `tf_dgc.callbacks.BackupState` reads"
+        )
+    whole, wanted = store["0"], own.shape(shape)
+    if tuple(whole.shape) != wanted:
+        raise ValueError(
+            f"The kernel of the split layer {name!r} must be of shape "
+            f"{wanted}. Received: {tuple(whole.shape)}"
+        )
+    return own.cut(whole)

@@ -52,6 +52,15 @@ def refuse(layer: Any, strategy: BaseStrategy) -> None:
         )
 
 
+def refuse_later(layer: Any, what: str) -> None:
+    """Raise ValueError where a layer is split, and is to be changed."""
+    if layer.is_split:
+        raise ValueError(
+            f"The split layer {layer.name!r} can have no {what}. Use "
+            "`tf_dgc.joined(model)` first"
+        )
+
+
 def compare(layer: Any, over: Transport, shape: tuple[int, int]) -> None:
     """Refuse a layer that is another one elsewhere; all workers call this.
 
