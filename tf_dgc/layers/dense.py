@@ -111,6 +111,7 @@ class SplitDense(keras.layers.Dense):
         self._movement = Movement(strategy.mesh, f"split{number}")
         self._products = Products(self, strategy, own, self._movement)
         self._kernel = _made_kernel(self, strategy, own, shape)
+        self._kernel.trainable = self.trainable  # once the layer has it
         regularizer = self.kernel_regularizer
         self._kernel.regularizer = regularizer and self._regularization
         self.bias = None
@@ -213,7 +214,6 @@ def _made_kernel(
         kernel = draws.variable(
             layer.kernel_initializer, shape, own, layer.variable_dtype, over
         )
-    kernel.trainable = layer.trainable
     kernel.constraint = layer.kernel_constraint
     return kernel
 
