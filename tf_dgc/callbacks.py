@@ -223,18 +223,12 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
                 one is out of its range.
         """
         super().__init__()
-        if not backup_dir:
-            raise ValueError(
-                "`backup_dir` must be the path of a folder. Received: "
-                f"backup_dir={backup_dir!r}"
-            )
+        self.backup_dir = _checked(backup_dir)
         self._interval = Interval(save_freq, save_seconds)
         self._interval.check()
-        self.backup_dir = state_files.local_folder("backup_dir", backup_dir)
         self.delete_checkpoint = delete_checkpoint
         self.save_freq, self.save_seconds = save_freq, save_seconds
-        self._folder = self.backup_dir  # of this call of `fit`
-        self._number = 1  # of this call of `fit`
+        self._number, self._folder = 1, self.backup_dir  # of this call of `fit`
         self._within: WithinEpochs | None = None
         self._resumed: backups.Position | None = None
         self._counted: dict[str, Any] = {}
@@ -243,12 +237,13 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         """Continue from the last backup, if there is one."""
         strategy = of_callback(self)
         if not strategy.inner.saves_state:
-            self._follow(strategy)
+            deletes, within = self.delete_checkpoint, bool(self._interval)
+            kept.follow(self.backup_dir, strategy, self, deletes, within)
             return
-        self._claim(strategy)
-        self._within = None
-        if self._interval:
-            self._within = WithinEpochs(self._folder, strategy, self, self._interval)
+        args = _workers_of(strategy), self.model, self.delete_checkpoint
+        self._number, self._folder = calls.begin(self.backup_dir, strategy, *args)
+        every = self._folder, strategy, self, self._interval
+        self._within = WithinEpochs(*every) if self._interval else None
         position = epoch_ends.last_common(self._folder, strategy.transport)
         self._resumed = position
         _host.keras.set_initial_epoch(self.model, position and position.epoch)
@@ -261,39 +256,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if strategy.is_chief:
             _tell(self, self._folder / position.name, position)
         if isinstance(strategy, DownpourStrategy):  # there may be no epoch to come
-            first = _host.keras.initial_epoch(self.model) or 0
-            if first >= self.params["epochs"]:
-                strategy.inner.following.give(self.model)
-            strategy.inner.following.tell_epoch(first)
-
-    def _claim(self, strategy: BaseStrategy) -> None:
-        """Become the owner of the folder, and tell this `fit` from others."""
-        owner, transport = self._owner(strategy), strategy.transport
-        workers = 1 if transport.alone else transport.size
-        if isinstance(strategy, DownpourStrategy):
-            workers = strategy.workers
-        owners.claim(owner, transport, workers, self.delete_checkpoint)
-        owner.complete = False
-        if self.delete_checkpoint:
-            args = owner, strategy.rank, transport, self.model
-            self._number = calls.choose(*args)
-        self._folder = calls.place_of(self._number, self.backup_dir)
-
-    def _owner(self, strategy: BaseStrategy) -> owners.FileOwner:
-        return owners.of(self.backup_dir, strategy.rank)
-
-    def _follow(self, strategy: BaseStrategy) -> None:
-        """Begin with the chief's epoch, where workers do not meet."""
-        if isinstance(strategy, DownpourStrategy):
-            owner = self._owner(strategy)
-            if owner.follow(strategy.workers, self.delete_checkpoint):
-                kept.remove(self.backup_dir, strategy)
-            epoch = strategy.inner.following.chief_epoch()
-            _host.keras.set_initial_epoch(self.model, epoch)
-            if epoch >= self.params["epochs"]:
-                strategy.inner.following.take(self.model)
-            within = bool(self._interval)
-            kept.restore(self.backup_dir, strategy, self.model, epoch, within)
+            strategy.inner.following.lead(self.model, self.params["epochs"])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Go to where the backup was made in the epoch, if it was."""
@@ -304,25 +267,23 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if isinstance(strategy, DownpourStrategy):
             strategy.inner.following.tell_epoch(epoch)
         position, self._resumed = self._resumed, None
+        done = position.step if position else 0
         if self._within is not None:
-            self._within.begin_epoch(epoch, position.step if position else 0)
-        if position is not None and position.step:
+            self._within.begin_epoch(epoch, done)
+        if done:
             backups.Variables(self.model).assign(self._counted, of_metrics=True)
             self._counted = {}
-            take_up = functools.partial(self._take_up, position)
-            positions.at_next_epoch(position.step, take_up)
-        elif self._within is not None:
-            positions.at_next_epoch(0, self._note)
+        if done or self._within is not None:
+            ready = functools.partial(self._begin_data, position)
+            positions.at_next_epoch(done, ready)
 
-    def _note(self, iterator: Any) -> None:
+    def _begin_data(self, position: backups.Position | None, iterator: Any) -> None:
+        """Bring the data to where they were, and note them."""
+        if position is not None and position.step:
+            rank = of_callback(self).rank
+            epoch_ends.take_up_data(self._folder, position, rank, iterator)
         if self._within is not None:
             self._within.iterator = iterator
-
-    def _take_up(self, position: backups.Position, iterator: Any) -> None:
-        """Bring the data to where they were."""
-        rank = of_callback(self).rank
-        epoch_ends.take_up_data(self._folder, position, rank, iterator)
-        self._note(iterator)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Copy what is to be backed up within an epoch, and begin to write it."""
@@ -335,10 +296,8 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if not strategy.inner.saves_state:
             kept.save(self.backup_dir, strategy, self.model, epoch + 1)
             return
-        told: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if strategy.is_chief and self.params.get("verbose"):
-            told = waiting.telling(f"tf_dgc: writing the backup of epoch {epoch + 1}")
-        with told:
+        shown = strategy.is_chief and self.params.get("verbose")
+        with _telling(epoch + 1) if shown else contextlib.nullcontext():
             if self._within is not None:
                 self._within.end_epoch()
             EpochEnds(self._folder, strategy, self).write(epoch + 1)
@@ -346,7 +305,7 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
     def on_train_end(self, logs: Any = None) -> None:
         """Note that this `fit` has ended; its backups stay until the process does."""
         strategy = of_callback(self)
-        owner = self._owner(strategy)
+        owner = owners.of(self.backup_dir, strategy.rank)
         owner.complete = True
         if not strategy.inner.saves_state:
             return
@@ -354,6 +313,31 @@ class BackupState(keras.callbacks.Callback, AtTheEnd):
         if self.delete_checkpoint:
             owner.done.add(self._number)
         strategy.transport.barrier()
+
+
+def _checked(backup_dir: Any) -> pathlib.Path:
+    """Return the folder of backups.
+
+    Raises:
+        ValueError: it is empty or remote.
+    """
+    if not backup_dir:
+        raise ValueError(
+            "`backup_dir` must be the path of a folder. Received: "
+            f"backup_dir={backup_dir!r}"
+        )
+    return state_files.local_folder("backup_dir", backup_dir)
+
+
+def _workers_of(strategy: BaseStrategy) -> int:
+    """Return how many workers must end well, before backups may go."""
+    if isinstance(strategy, DownpourStrategy):
+        return strategy.workers
+    return 1 if strategy.transport.alone else strategy.transport.size
+
+
+def _telling(epochs: int) -> contextlib.AbstractContextManager[None]:
+    return waiting.telling(f"tf_dgc: writing the backup of epoch {epochs}")
 
 
 def _tell(

@@ -139,7 +139,8 @@ class Job:
         assert self.value() == self.begun[0] * 100 + self.begun[1], self.value()
         for epoch in range(self.begun[0], until):
             backup.on_epoch_begin(epoch)
-            backup._note(iter(tf.data.Dataset.range(3)))
+            if backup._within:
+                backup._within.iterator = iter(tf.data.Dataset.range(3))
             first = self.begun[1] if epoch == self.begun[0] else 0
             for step in range(first, STEPS):
                 self._set(epoch, step + 1)

@@ -16,6 +16,7 @@ import numpy as np
 
 from tf_dgc import _host, bands
 from tf_dgc._host.shared import Table
+from tf_dgc.strategies import owners
 from tf_dgc.strategies.owners import FileOwner
 from tf_dgc.transports import Transport, handshake
 
@@ -44,6 +45,36 @@ def fit_of(model: keras.Model) -> Fit:
         start = zlib.crc32(np.array(variable).tobytes(), start)
     flags = [bool(variable.trainable) for variable in model.weights]
     return Fit(start, zlib.crc32(json.dumps(flags).encode(), form))
+
+
+def begin(
+    folder: pathlib.Path,
+    strategy: Any,
+    workers: int,
+    model: keras.Model,
+    deletes: bool,
+) -> tuple[int, pathlib.Path]:
+    """Become the owner of a folder, and tell the `fit` that begins from others.
+
+    Args:
+        folder: of the backups of all calls.
+        strategy: of the model.
+        workers: how many must end well, before the backups may go.
+        model: that is trained.
+        deletes: whether they are to go then; else all calls have one place.
+
+    Returns:
+        Number of the call, and the folder of its backups.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: another job uses it, or the workers have ended different calls.
+    """
+    owner, transport = owners.of(folder, strategy.rank), strategy.transport
+    owners.claim(owner, transport, workers, deletes)
+    owner.complete = False
+    number = choose(owner, strategy.rank, transport, model) if deletes else 1
+    return number, place_of(number, folder)
 
 
 def place_of(number: int, folder: pathlib.Path) -> pathlib.Path:

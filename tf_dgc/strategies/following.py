@@ -52,6 +52,13 @@ class Following:
         for variable, shared in self._passed(model):
             shared.assign(variable.read_value())
 
+    def lead(self, model: keras.Model, epochs: int) -> None:
+        """Tell the others the first epoch of a `fit`, which may be beyond all."""
+        first = _host.keras.initial_epoch(model) or 0
+        if first >= epochs:
+            self.give(model)
+        self.tell_epoch(first)
+
     def take(self, model: keras.Model) -> None:
         """Take over the weights that the chief has given, if it has."""
         for variable, shared in self._passed(model):

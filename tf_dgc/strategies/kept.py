@@ -13,7 +13,8 @@ from typing import Any
 
 import keras
 
-from tf_dgc.strategies import backups
+from tf_dgc import _host
+from tf_dgc.strategies import backups, owners
 from tf_dgc.strategies.downpour import DownpourStrategy
 
 _FOLDER = "workers"  # within that of the backups
@@ -64,6 +65,30 @@ def restore(
         if position.epoch >= epochs + within and _is_whole(strategy, folder):
             strategy.restore_state(folder, model)
             return
+
+
+def follow(
+    backup_dir: pathlib.Path, strategy: Any, fit: Any, deletes: bool, within: bool
+) -> None:
+    """Begin a `fit` with the chief's epoch, where workers do not meet.
+
+    Args:
+        backup_dir: of all backups.
+        strategy: of the model.
+        fit: its last callback.
+        deletes: whether backups go when all workers have ended well.
+        within: whether there are some within epochs.
+    """
+    if not isinstance(strategy, DownpourStrategy):
+        return
+    owner = owners.of(backup_dir, strategy.rank)
+    if owner.follow(strategy.workers, deletes):
+        remove(backup_dir, strategy)
+    epoch = strategy.inner.following.chief_epoch()
+    _host.keras.set_initial_epoch(fit.model, epoch)
+    if epoch >= fit.params["epochs"]:
+        strategy.inner.following.take(fit.model)
+    restore(backup_dir, strategy, fit.model, epoch, within)
 
 
 def clear(backup_dir: pathlib.Path, strategy: Any) -> None:
