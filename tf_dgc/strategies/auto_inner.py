@@ -74,8 +74,7 @@ class AutoInner(Inner):
         """Choose in a loop of the user's own, whose steps are known only now."""
         if self.choice is None and self.core.transport.size > 1:
             variables = [v for g, v in pairs if g is not None]
-            share = self.share
-            in_model = share is not None and share.step.model is not None
+            in_model = self.share is not None and self.share.step.model is not None
             with tf.init_scope():
                 why = _refusal([optimizer], variables, self._wanted.dgc)
                 self._choose(variables, [], None, why or _OWN_STEP * in_model, True)
