@@ -98,8 +98,8 @@ TESTED_IN: dict[str, str] = {
     "unit/test_timeline": "strategies.marks",
     "unit/test_served_rounds": """exchanges.outer_on_servers exchanges.served_messages
         exchanges.server_copies""",
-    "unit/test_turns": """exchanges.together servers.attendance servers.meetings
-        servers.quorum""",
+    "unit/test_turns": """exchanges.together servers.arrivals servers.attendance
+        servers.meetings servers.quorum""",
     "unit/test_watchdog": "transports.turnstile",
     "unit/test_without_rows": "_host.flow",
 }

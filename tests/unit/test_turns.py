@@ -81,7 +81,7 @@ class Job:
         self.together = [self._of(k, backup_workers) for k in range(workers)]
         self.together[0].begin()
         self.meetings(0).begin()
-        for twin in self.together[0]._twins:
+        for twin in self.together[0]._given.twins:
             twin.assign(tf.zeros(twin.whole))
         self.applied: list[tuple[int, list[np.ndarray]]] = []
         self.ends: dict[int, int] = {}  # who dies, and after how many changes
@@ -111,7 +111,9 @@ class Job:
 
         def apply(means: list[Pieces]) -> None:
             found = [mean.joined() for mean in means]
-            for i, (twin, mean) in enumerate(zip(together._twins, found, strict=True)):
+            for i, (twin, mean) in enumerate(
+                zip(together._given.twins, found, strict=True)
+            ):
                 if self.ends.get(k) == i:
                     del self.ends[k]
                     raise Died
@@ -170,7 +172,7 @@ class Job:
         self.dead.discard(k)
 
     def value(self) -> list[np.ndarray]:
-        return [twin.read_value().numpy() for twin in self.together[0]._twins]
+        return [twin.read_value().numpy() for twin in self.together[0]._given.twins]
 
 
 def drawn(k: int, t: int) -> list[np.ndarray]:
@@ -255,7 +257,7 @@ class TurnsTest(tf.test.TestCase):
         turns = job.turns(0)
         turns.attendance._is_inside.assign(True)
         job.together[0]._members.put(turns.attendance.places, INSIDE)
-        turns.arrive(tf.ones([]))
+        turns.arrivals.arrive(tf.ones([]))
         applies, over = turns.wait()
         self.assertTrue(applies)
         self.assertFalse(over)
@@ -396,10 +398,10 @@ class RuleTest(tf.test.TestCase):
             before = job.value()
             dies = job.together[0]
             dies._give([tf.constant(part) for part in drawn(0, 0)])
-            dies.turns.arrive(tf.ones([]))
+            dies.turns.arrivals.arrive(tf.ones([]))
             self.assertTrue(dies.turns.wait()[0])
             dies._copies.keep(dies.turns.own)
-            for twin in dies._twins[:changed]:
+            for twin in dies._given.twins[:changed]:
                 twin.assign_add(tf.ones(twin.whole))
             job.dead.add(0)
             self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
@@ -447,7 +449,7 @@ class RuleTest(tf.test.TestCase):
         self,
     ) -> None:
         job = Job(2, rule=Rule(1), liveness=0.3)
-        held = self.replaced(job, job.turns(0), "arrived")
+        held = self.replaced(job, job.turns(0).arrivals, "now")
         for value, expected in zip(job.value(), held, strict=True):
             self.assertAllEqual(value, expected)
         self.assertEqual(int(job.turns(1)._step.read_value()), 1)
@@ -456,7 +458,7 @@ class RuleTest(tf.test.TestCase):
 
     def test_who_was_replaced_and_has_written_stops_all(self) -> None:
         job = Job(2, rule=Rule(1), liveness=0.3)
-        self.replaced(job, job.together[0]._twins[1], "assign_sub")
+        self.replaced(job, job.together[0]._given.twins[1], "assign_sub")
         self.assertEqual(int(job.turns(1)._step.read_value()), 1)
         with self.assertRaisesRegex(
             tf.errors.InvalidArgumentError, "while it applied a step for all"

@@ -23,9 +23,9 @@ from tf_dgc.compression.arena import Layout
 from tf_dgc.config import DGCConfig
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.modes import Combining
+from tf_dgc.servers.arrivals import Arrived
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
-from tf_dgc.servers.turns import Arrived
 
 _KEPT = 2  # rounds whose messages are there: the last one, and that to come
 

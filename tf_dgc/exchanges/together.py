@@ -24,10 +24,11 @@ import tensorflow as tf
 
 from tf_dgc._host.shared import Piece, SharedVariable
 from tf_dgc.exchanges.served_messages import ServedMessages
+from tf_dgc.servers.arrivals import Arrived
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Rule
 from tf_dgc.servers.shared import Servers
-from tf_dgc.servers.turns import Arrived, Turns
+from tf_dgc.servers.turns import Turns
 
 
 class Pieces:
@@ -44,6 +45,70 @@ class Pieces:
     def joined(self) -> tf.Tensor:
         """Return all of it."""
         return self.parts[0] if len(self.parts) == 1 else tf.concat(self.parts, 0)
+
+
+class GivenGradients:
+    """The last gradients of all workers, each where the variable's own pieces are.
+
+    Attributes:
+        twins: T variables on the servers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        servers: Servers,
+        members: Members,
+        twins: Sequence[SharedVariable],
+    ) -> None:
+        """Make the variables.
+
+        Args:
+            name: prefix of theirs.
+            servers: of the job.
+            members: its workers.
+            twins: T variables on the servers.
+        """
+        self._own, self.twins = members.index, list(twins)
+
+        def given(i: int, j: int, twin: SharedVariable, piece: Piece) -> SharedVariable:
+            cut = len(twin.pieces) > 1
+            first = [piece.stop - piece.start] if cut else []
+            rest = twin.whole[1:] if cut else twin.whole
+            shape = [members.workers, *first, *rest.as_list()]
+            server = servers.devices.index(piece.device)
+            return servers.variable(f"{name}.given.{i}.{j}", twin.dtype, shape, server)
+
+        self._given = [
+            [given(i, j, twin, piece) for j, piece in enumerate(twin.pieces)]
+            for i, twin in enumerate(self.twins)
+        ]
+
+    def begin(self) -> None:
+        """Give first values: no gradient is there."""
+        for pieces in self._given:
+            for piece in pieces:
+                piece.assign(tf.zeros(piece.shape, piece.dtype))
+
+    def give(self, local: Sequence[tf.Tensor]) -> None:
+        """Put this worker's T gradients there."""
+        own = tf.constant([self._own])
+        for gradient, pieces, twin in zip(local, self._given, self.twins, strict=True):
+            for piece, (_, start, stop) in zip(pieces, twin.pieces, strict=True):
+                rows = gradient if len(pieces) == 1 else gradient[start:stop]
+                piece.scatter_update(tf.IndexedSlices(rows[tf.newaxis], own))
+
+    def means(self, arrived: Arrived, whole: float) -> list[Pieces]:
+        """Return multiples of the means of gradients that have come, where they are."""
+
+        def mean(piece: SharedVariable) -> tf.Tensor:
+            with tf.device(piece.device):
+                found = piece.sparse_read(tf.identity(arrived.workers))
+                weights = tf.cast(whole * arrived.weights, found.dtype)
+                axes = [-1, *[1] * (found.shape.rank - 1)]
+                return tf.reduce_sum(found * tf.reshape(weights, axes), 0)
+
+        return [Pieces([mean(piece) for piece in pieces]) for pieces in self._given]
 
 
 class Together:
@@ -75,22 +140,10 @@ class Together:
             messages: where there are any, after what is given of twins.
         """
         self._messages = messages
-        self._members, self._twins = members, list(twins)
+        self._members = members
+        self._given = GivenGradients(name, servers, members, twins)
         self.turns = Turns(name, servers, members, backup_workers, rule)
         self._copies: Copies | None = None
-
-        def given(i: int, j: int, twin: SharedVariable, piece: Piece) -> SharedVariable:
-            cut = len(twin.pieces) > 1
-            first = [piece.stop - piece.start] if cut else []
-            rest = twin.whole[1:] if cut else twin.whole
-            shape = [members.workers, *first, *rest.as_list()]
-            server = servers.devices.index(piece.device)
-            return servers.variable(f"{name}.given.{i}.{j}", twin.dtype, shape, server)
-
-        self._given = [
-            [given(i, j, twin, piece) for j, piece in enumerate(twin.pieces)]
-            for i, twin in enumerate(self._twins)
-        ]
 
     def keep(self, name: str, servers: Servers, changed: Sequence[Any]) -> None:
         """Keep copies of what a step changes, while it is taken.
@@ -105,12 +158,9 @@ class Together:
     def begin(self) -> None:
         """Give first values: no gradient is there."""
         self.turns.begin()
-        for each in (self._copies, self._messages):
+        for each in (self._copies, self._messages, self._given):
             if each is not None:
                 each.begin()
-        for pieces in self._given:
-            for piece in pieces:
-                piece.assign(tf.zeros(piece.shape, piece.dtype))
 
     def push(
         self,
@@ -145,13 +195,13 @@ class Together:
 
         def give() -> tf.Tensor:
             with tf.control_dependencies(completed(lambda: self._give(local))):
-                turns.arrive(weight)
+                turns.arrivals.arrive(weight)
             return tf.constant(True)
 
         def take() -> None:
             kept = [] if self._copies is None else self._copies.keep(turns.own)
             with tf.control_dependencies(kept):
-                arrived = turns.arrived()
+                arrived = turns.arrivals.now()
                 means = self._means(arrived, whole)
             quorum, begins = turns.quorum, list[Any]()
             if quorum is not None:
@@ -179,26 +229,14 @@ class Together:
         return in_time, over
 
     def _give(self, local: Sequence[tf.Tensor]) -> None:
-        own = tf.constant([self._members.index])
         if self._messages is not None:
             *local, words = local
             self._messages.give(words, self.turns.own.read_value())
-        for gradient, pieces, twin in zip(local, self._given, self._twins, strict=True):
-            for piece, (_, start, stop) in zip(pieces, twin.pieces, strict=True):
-                rows = gradient if len(pieces) == 1 else gradient[start:stop]
-                piece.scatter_update(tf.IndexedSlices(rows[tf.newaxis], own))
+        self._given.give(local)
 
     def _means(self, arrived: Arrived, whole: float) -> list[Pieces]:
         """Return multiples of the means of what counts, where they are."""
-
-        def mean(piece: SharedVariable) -> tf.Tensor:
-            with tf.device(piece.device):
-                found = piece.sparse_read(tf.identity(arrived.workers))
-                weights = tf.cast(whole * arrived.weights, found.dtype)
-                axes = [-1, *[1] * (found.shape.rank - 1)]
-                return tf.reduce_sum(found * tf.reshape(weights, axes), 0)
-
-        found = [Pieces([mean(piece) for piece in pieces]) for pieces in self._given]
+        found = self._given.means(arrived, whole)
         if self._messages is not None:
             total = self._messages.mean(arrived, self.turns.own.read_value())
             found.append(Pieces([total]))

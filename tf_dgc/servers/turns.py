@@ -22,12 +22,14 @@ Axis: W workers. All variables are on server 0.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tf_dgc import _host, values
+from tf_dgc.servers.arrivals import Arrivals
 from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, SUBJECT, Attendance
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Fence, Quorum, Rule
@@ -36,13 +38,6 @@ from tf_dgc.servers.shared import Servers
 _LOTS = 2**20  # of a step; each worker draws one at most
 # What a worker that waits looks at.
 NOW, READY, OVER, FREE, STUCK, ROUND, HEIR = range(7)
-
-
-class Arrived(NamedTuple):
-    """Of whom a step is."""
-
-    workers: tf.Tensor  # shape [K], int64; ascending
-    weights: tf.Tensor  # shape [K], float32; in the mean, with the sum 1, or all 0
 
 
 class Lots:
@@ -55,15 +50,22 @@ class Lots:
 
     def __init__(
         self,
-        drawn: Any,
-        appliers: Any,
+        make: Callable[..., Any],
         members: Members,
-        servers: Servers,
         fence: Fence | None,
+        device: str,
     ) -> None:
-        """Take the variables of the servers, and a fence if an applier is replaced."""
-        self.drawn, self.appliers, self._fence = drawn, appliers, fence
-        self._members, self._device = members, servers.devices[0]
+        """Make the variables.
+
+        Args:
+            make: takes name, type and shape of a variable on server 0.
+            members: of the job.
+            fence: if an applier is replaced, else None.
+            device: of server 0.
+        """
+        self.drawn = make("lots")
+        self.appliers = make("appliers", shape=[members.workers])
+        self._members, self._fence, self._device = members, fence, device
 
     def begin(self, step: tf.Tensor) -> tf.Tensor:
         """Begin the lots of a step."""
@@ -106,6 +108,7 @@ class Turns:
     Attributes:
         own: shape [], int64: the step for which this worker computes a gradient.
         attendance: of workers in rounds.
+        arrivals: of their gradients.
         quorum: that makes a step; None where what comes late is dropped.
     """
 
@@ -132,65 +135,46 @@ class Turns:
         def make(name_of: str, dtype: Any = tf.int64, shape: Any = ()) -> Any:
             return servers.variable(f"{name}.turn_{name_of}", dtype, shape)
 
-        each = [members.workers]
-        self._step = make("step")
-        # Steps are told by their number plus 1: 0 is none.
-        self._arrived = make("arrived", shape=each)
-        self._weights = make("weights", tf.float32, each)
-        own_make = functools.partial(make, shape=each)
-        self.attendance = Attendance(own_make, members, rule or Rule())
-        self.quorum: Quorum | None = None
-        if rule is not None:
-            self.quorum = Quorum(rule, make, members, self._device)
-        fence = None if self.quorum is None else self.quorum.fence
-        lots = make("lots"), make("appliers", shape=each)
-        self._lots = Lots(*lots, members, servers, fence)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.constant(0, tf.int64)
             self.own = tf.Variable(zero, trainable=False, synchronization=own)
+        self._step = make("step")
+        own_make = functools.partial(make, shape=[members.workers])
+        self.attendance = Attendance(own_make, members, rule or Rule())
+        place = make, members, self._device
+        self.quorum = None if rule is None else Quorum(rule, *place)
+        parties = members, self.attendance, self.quorum
+        self.arrivals = Arrivals(make, *parties, self.own, self._device)
+        fence = None if self.quorum is None else self.quorum.fence
+        self._lots = Lots(make, members, fence, self._device)
 
     def begin(self) -> None:
         """Give first values: no step is taken."""
         lots = self._lots.drawn, self._lots.appliers
-        for variable in (self._step, self._arrived, *lots, *self.attendance.told):
+        for variable in (self._step, *lots, *self.attendance.told):
             variable.assign(tf.zeros(variable.shape, tf.int64))
-        self._weights.assign(tf.zeros(self._weights.shape))
+        self.arrivals.begin()
         if self.quorum is not None:
             self.quorum.begin()
 
     def join(self) -> None:
         """Begin, eagerly, where others may have; what a former process said is void."""
-        for variable in (self._lots.appliers, self._arrived, *self.attendance.told):
+        self._members.put(self._lots.appliers, 0)
+        self.arrivals.withdraw()
+        for variable in self.attendance.told:
             self._members.put(variable, 0)
         self.own.assign(self._step.read_value())
 
     # A step.
 
     def is_open(self) -> tf.Tensor:
-        """Return whether the step of this worker's gradient is still to be taken.
-
-        Shape [], bool.
-        """
+        """Tell whether this worker's step is still to be taken: shape [], bool."""
         look = self.look()
         with tf.device("CPU:0"):
             followed = self.attendance.follow(look[ROUND])
             with tf.control_dependencies([followed]):
                 return look[NOW] == self.own.read_value()
-
-    def arrive(self, weight: tf.Tensor) -> None:
-        """Say that this worker's gradient is on the servers.
-
-        Args:
-            weight: shape [], float32; what it counts in the mean.
-        """
-        with tf.device(self._device):
-            self._members.put(self._weights, weight)
-            given = [self._weights.read_value()]
-        if self.quorum is not None:
-            given += self.quorum.arrive()
-        with tf.control_dependencies(given), tf.device(self._device):
-            self._members.put(self._arrived, self.own.read_value() + 1)
 
     def look(self) -> tf.Tensor:
         """Return `NOW`, the step that is to be taken, and what else there is to know.
@@ -206,29 +190,19 @@ class Turns:
             own, own_round = tf.identity(own), tf.identity(own_round)
             lots = self._lots.drawn.read_value()
             living = self._members.living()
-            there = self.attendance.now(living, own_round)
-            rounds, places, own_round, stopped = there
+            rounds, places, own_round, stopped = self.attendance.now(living, own_round)
             with tf.control_dependencies([stopped]):  # by who saw its last step taken
                 now = self._step.read_value()
             takes_part = (places == INSIDE) | (places == COMES)
             inside = living & takes_part & (rounds == own_round)
-            arrived = self._arrived.read_value() == own + 1
-            arrived &= rounds == own_round
-            needed = tf.math.count_nonzero(inside)
-            over = tf.constant(False)
-            if self._backups:
-                known = living & (places != OUTSIDE)
-                count = tf.math.count_nonzero(known) - self._backups
-                count = tf.maximum(count, 1)
-                over, needed = needed < count, count
+            arrived = self.arrivals.of(own) & (rounds == own_round)
+            known = living & (places != OUTSIDE)
+            needed, over = _needed(inside, known, self._backups)
             ready = tf.math.count_nonzero(arrived) >= needed
             if self.quorum is not None:
                 ready = self.quorum.is_ready(arrived, needed)
             else:
                 over, ready = over | stopped, ready & ~stopped
-            waits = tf.where(living & arrived)[:, 0]
-            nobody = tf.constant([living.shape[0]], tf.int64)
-            heir = tf.reduce_min(tf.concat([waits, nobody], 0))
             applies = living & (self._lots.appliers.read_value() == own + 1)
             found = [
                 now,
@@ -237,7 +211,7 @@ class Turns:
                 lots == own * _LOTS,
                 (lots > own * _LOTS) & ~tf.reduce_any(applies) & (now == own),
                 own_round,
-                heir,
+                _first(living & arrived),
             ]
             look = tf.stack([tf.cast(each, tf.int64) for each in found])
         with tf.control_dependencies(whole), tf.device("CPU:0"):
@@ -246,25 +220,6 @@ class Turns:
     def wait(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Wait until the step of this worker's gradient is taken; see `StepWait`."""
         return StepWait(self, self._members, self._lots).wait()
-
-    def late(self) -> np.ndarray:
-        """Tell which workers this step waits for: shape [W], bool."""
-        late = self.attendance.inside() & self._members.meetings.others()
-        arrived: np.ndarray = self._arrived.read_value().numpy()
-        return late & (arrived != int(self.own) + 1)
-
-    def arrived(self) -> Arrived:
-        """Return whose gradients the step is the mean of."""
-        own, own_round = self.own.read_value(), self.attendance.round.read_value()
-        with tf.device(self._device):
-            now = self._arrived.read_value() == tf.identity(own) + 1
-            together = self.attendance.entries.read_value() == tf.identity(own_round)
-            found = tf.where(now & together)[:, 0]
-            with tf.control_dependencies([found]):
-                weights = tf.gather(self._weights.read_value(), found)
-            # Rows of one worker alone leave its gradient as it is.
-            total = tf.reduce_sum(weights)
-            return Arrived(found, tf.math.divide_no_nan(weights, total))
 
     def state(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the step that is to be taken, and whether a worker has begun that.
@@ -275,11 +230,6 @@ class Turns:
             now = self._step.read_value()
             with tf.control_dependencies([now]):
                 return now, self._lots.drawn.read_value() > now * _LOTS
-
-    def withdraw(self) -> None:
-        """Take back that this worker's gradient is there: its step will not come."""
-        with tf.device(self._device):
-            self._members.put(self._arrived, 0)
 
     def count(self) -> None:
         """Count the step: all go on."""
@@ -358,11 +308,42 @@ class StepWait:
             first = [look, wins(look), never]
             look, won, _ = tf.while_loop(goes_on, sleep, first, parallel_iterations=1)
             over = (look[OVER] > 0) & (look[NOW] == own) & ~won
-        tf.cond(over, self._turns.withdraw, lambda: None)
+        tf.cond(over, self._turns.arrivals.withdraw, lambda: None)
         return won, over
 
     def _nap(self, began: Any) -> Any:
-        return self._members.meetings.naps.nap(began, self._turns.late, SUBJECT)
+        late = self._turns.arrivals.late
+        return self._members.meetings.naps.nap(began, late, SUBJECT)
+
+
+def _needed(
+    inside: tf.Tensor, known: tf.Tensor, backups: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return how many gradients make a step, and whether fewer workers take part.
+
+    Args:
+        inside: who takes part, shape [W], bool.
+        known: who has taken part, and lives: shape [W], bool.
+        backups: of how many workers a step does not wait.
+
+    Returns:
+        Shape [], int64, and shape [], bool.
+    """
+    present = tf.math.count_nonzero(inside)
+    if not backups:
+        return present, tf.constant(False)
+    needed = tf.maximum(tf.math.count_nonzero(known) - backups, 1)
+    return needed, present < needed
+
+
+def _first(workers: tf.Tensor) -> tf.Tensor:
+    """Return the first of some workers, W of none; shape [], int64.
+
+    Args:
+        workers: which they are, shape [W], bool.
+    """
+    nobody = tf.constant([workers.shape[0]], tf.int64)
+    return tf.reduce_min(tf.concat([tf.where(workers)[:, 0], nobody], 0))
 
 
 def _torn() -> list[Any]:
