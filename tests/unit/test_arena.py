@@ -1,5 +1,7 @@
 """Tests of the arena's table."""
 
+import math
+
 import numpy as np
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +43,32 @@ class IsCompressedTest(tf.test.TestCase):
 
     def test_tensors_without_elements_are_not(self) -> None:
         self.assertFalse(layout_lib.is_compressed((0, 16), tf.float32, 0))
+
+
+class DivideTest(tf.test.TestCase):
+    def test_what_is_compressed_is_in_the_arena_and_all_have_their_order(self) -> None:
+        tensors = [
+            tf.Variable(tf.zeros(shape, dtype), name=f"t{i}")
+            for i, (shape, dtype) in enumerate(
+                [
+                    ([4], tf.float32),
+                    ([2, 4], tf.float32),
+                    ([2, 2], tf.float32),
+                    ([4, 4], tf.bfloat16),
+                ]
+            )
+        ]
+        for least, dtypes, large in (
+            (8, layout_lib.COMPRESSED_DTYPES, [1, 3]),
+            (8, [tf.float32], [1]),
+            (math.inf, [tf.float32], []),
+        ):
+            found = layout_lib.divide(tensors, least, dtypes)
+            self.assertEqual(found.large, large)
+            self.assertEqual(found.small, [i for i in range(4) if i not in large])
+            shapes = [segment.shape for segment in found.layout.segments]
+            self.assertEqual(shapes, [tuple(tensors[i].shape) for i in large])
+            self.assertEqual(found.merged(found.large, found.small), [0, 1, 2, 3])
 
 
 class BuildTest(tf.test.TestCase):

@@ -6,7 +6,7 @@ Axes: P arena elements, B = P / BLOCK blocks, T tensors (segments).
 import math
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return sum(segment.size for segment in self.segments)
 
 
-def is_compressed(shape: Sequence[int], dtype: tf.DType, min_elements: int) -> bool:
+def is_compressed(shape: Sequence[int], dtype: tf.DType, min_elements: float) -> bool:
     """Tell whether a tensor is compressed or reduced densely.
 
     Only tensors of rank 2 and more are compressed, the rule that gives the
@@ -66,6 +66,43 @@ def build(tensors: Sequence[tuple[str, Sequence[int]]]) -> Layout:
             f"elements together. Received: {offset} elements"
         )
     return Layout(tuple(segments), offset)
+
+
+class Division(NamedTuple):
+    """Division of tensors into large ones, which are in an arena, and small ones."""
+
+    large: list[int]  # indices
+    small: list[int]
+    layout: Layout  # of the large ones
+
+    def merged(self, large: Sequence[Any], small: Sequence[Any]) -> list[Any]:
+        """Return what belongs to each tensor, in the order of all."""
+        found = dict(zip(self.large, large, strict=True))
+        found |= dict(zip(self.small, small, strict=True))
+        return [found[i] for i in range(len(found))]
+
+
+def divide(
+    tensors: Sequence[Any],
+    min_elements: float,
+    dtypes: Sequence[tf.DType] = COMPRESSED_DTYPES,
+) -> Division:
+    """Divide tensors by whether they are compressed.
+
+    Args:
+        tensors: objects with a name, a static shape and a dtype.
+        min_elements: of a large one; infinity has all small.
+        dtypes: of large ones.
+    """
+    shapes = [tensor.shape.as_list() for tensor in tensors]
+    large = [
+        i
+        for i, tensor in enumerate(tensors)
+        if tensor.dtype in dtypes
+        and is_compressed(shapes[i], tensor.dtype, min_elements)
+    ]
+    small = [i for i in range(len(shapes)) if i not in large]
+    return Division(large, small, build([(tensors[i].name, shapes[i]) for i in large]))
 
 
 def checksum(layout: Layout) -> int:

@@ -3,6 +3,7 @@
 See `served_rounds.py`. Axis: T variables.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +18,12 @@ from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.modes import Combining
 from tf_dgc.exchanges.moved import JobServers, Trained
 from tf_dgc.exchanges.parts import Part
-from tf_dgc.exchanges.served_messages import ServedMessages, form_of
+from tf_dgc.exchanges.served_messages import Message, ServedMessages, form_of
 from tf_dgc.exchanges.server_copies import CopyVersion, ServerExtras
+from tf_dgc.exchanges.server_traffic import cost, size, traffic
 from tf_dgc.exchanges.synchronous import ServedTogether
 from tf_dgc.exchanges.together import Pieces, Together, completed
 from tf_dgc.servers.quorum import Rule
-from tf_dgc.transports import sums
 
 
 class Compressing(NamedTuple):
@@ -34,16 +35,17 @@ class Compressing(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Changes of a worker for a round, beside those of its parameters."""
+    """Changes of a worker for a round."""
 
-    weight: tf.Tensor  # of its changes in the mean: shape [], float32
+    weight: tf.Tensor  # in the mean: shape [], float32
+    changes: list[tf.Tensor]  # of its parameters
     extra_changes: Sequence[tf.Tensor]  # of variables that nobody trains
-    words: tf.Tensor | None  # of the message in the place of large changes
+    message: Message | None  # in the place of large changes
 
     def beside(self, whole: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return what goes to the servers, with changes that go whole."""
         found = [*whole, *self.extra_changes]
-        return found if self.words is None else [*found, self.words]
+        return found if self.message is None else [*found, self.message.words]
 
 
 class OuterOnServers(ServedTogether):
@@ -70,17 +72,14 @@ class OuterOnServers(ServedTogether):
     ) -> None:
         """Take how changes are compressed; see the base class."""
         self.compressing = compressing
-        self.large = [] if compressing is None else _large(place, compressing.config)
+        least = math.inf if compressing is None else compressing.config.min_elements
+        self._division = arena.divide(place.variables, least, [tf.float32])
+        self.large, self._small, self.layout = self._division
         super().__init__(place, job, trained)
 
     def _meet(self) -> Together:
         job = self._job
-        self._small = [i for i in range(len(self.variables)) if i not in self.large]
-        self.layout = arena.build(
-            [(self.variables[i].name, self.variables[i].shape) for i in self.large]
-        )
         self.extras: ServerExtras = ServerExtras(self._moved.others)
-        self._slots = slots = self._moved.slots
         self.anchors: Sequence[Any] = ()
         with tf.init_scope(), tf.device("CPU:0"):
             self.landed = own_variable(tf.constant(False), "round_landed")
@@ -90,11 +89,10 @@ class OuterOnServers(ServedTogether):
             form = form_of(self.layout, self.compressing.config)
             self._messages = ServedMessages(*args, form, self.compressing.combining)
         twins: list[Any] = [job.twins.of(variable) for variable in self.variables]
-        extras = self.extras.shared
-        given = [*[twins[i] for i in self._small], *extras]
+        given = [*[twins[i] for i in self._small], *self.extras.shared]
         rule = Rule(job.settings.quorum, job.settings.grace)
         together = Together(*args, given, 0, rule, self._messages)
-        changed = [*twins, *extras, *slots, self.version]
+        changed = [*twins, *self.extras.shared, *self._moved.slots, self.version]
         together.keep(self.name, job.servers, changed)
         self._copy = CopyVersion(together.turns, self.version)
         return together
@@ -108,29 +106,27 @@ class OuterOnServers(ServedTogether):
         """Return changes, which are counted as they go."""
         found = super().gradients(local, taken_over, part)
         sent = self.offer.beside([self._local[i] for i in self._small])
-        elements = sum(each.shape.num_elements() for each in sent)
-        return found._replace(traffic=sums.traffic_of(_bytes(sent), elements, 0))
+        return found._replace(traffic=traffic(cost(sent)))
 
     def push(self, update: Callable[..., None]) -> None:
         """Give this worker's changes, and take the step if that is its turn."""
-        count = len(self._small)
 
         def apply(means: list[Pieces]) -> None:
-            by_variable = dict(zip(self._small, means, strict=False))
+            large = list[Pieces]()
             if self._messages is not None:
                 *means, total = means
                 twins = [self._job.twins.of(self.variables[i]) for i in self.large]
-                parts = _cut(total.parts[0], self.layout, twins)
-                by_variable |= dict(zip(self.large, parts, strict=True))
-            update(tf.ones([]), [by_variable[i] for i in range(len(by_variable))])
-            self.extras.subtract(means[count:])
+                large = _cut(total.parts[0], self.layout, twins)
+            small, extras = means[: len(self._small)], means[len(self._small) :]
+            update(tf.ones([]), self._division.merged(large, small))
+            self.extras.subtract(extras)
             self.version.assign_add(1)
 
         sent = self.offer.beside([self._local[i] for i in self._small])
         with tf.control_dependencies(self.rate.tell()):
             landed, _ = self._together.push(sent, apply, self.offer.weight)
         self.landed.assign(landed)
-        self._job.totals.add(pushes=tf.cast(landed, tf.int64), sent=_bytes(sent))
+        self._job.totals.add(pushes=tf.cast(landed, tf.int64), sent=cost(sent)[0])
 
     # Fetching.
 
@@ -145,16 +141,15 @@ class OuterOnServers(ServedTogether):
             self.fetch()
             return
         step, rate = self._together.turns.own.read_value(), compressing.rate
-        mean, size = messages.fetch(step)
+        mean, came = messages.fetch(step)
         with tf.control_dependencies([mean]):
             state = self._copy.of_servers()
         # Nobody has begun the round after the next one, which has the same places.
         fits = self._copy.is_one_behind(state, step)
 
         def replay() -> None:
-            for i, part in zip(
-                self.large, arena.unflatten(self.layout, mean), strict=True
-            ):
+            parts = arena.unflatten(self.layout, mean)
+            for i, part in zip(self.large, parts, strict=True):
                 assign = _host.shared.bypassed(self.variables[i], "assign")
                 assign(self.anchors[i] - rate * part)
             whole = [self.variables[i] for i in self._small]
@@ -162,7 +157,7 @@ class OuterOnServers(ServedTogether):
             self.extras.pull()
             for known in (self._copy.base, self.known, self._fetched):
                 known.assign(state[1])
-            received = size + _bytes([*whole, *self.extras.own])
+            received = came + size([*whole, *self.extras.own])
             self._job.totals.add(pulls=1, received=received)
 
         tf.cond(fits, replay, self.fetch)
@@ -180,9 +175,9 @@ class OuterOnServers(ServedTogether):
         self._copy.note(before, now)
 
     def _pull(self) -> tf.Tensor:
-        size = super()._pull()
+        received = super()._pull()
         self.extras.pull()
-        return size + _bytes(self.extras.own)
+        return received + size(self.extras.own)
 
     def give(self) -> None:
         """Let the servers have this worker's parameters, as those that it loaded."""
@@ -197,22 +192,12 @@ class OuterOnServers(ServedTogether):
     @property
     def state(self) -> Mapping[str, Any]:
         """Slots of the outer optimizer, on the servers."""
-        return {f"outer {i}": value for i, value in enumerate(self._slots)}
+        return {f"outer {i}": value for i, value in enumerate(self._moved.slots)}
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
         """Take over what was saved, unless the servers have something newer."""
         if self._job.members.succession.counts:
             Exchange.load(self, arrays, steps)
-
-
-def _large(place: Place, config: DGCConfig) -> list[int]:
-    """Return the indices of variables whose changes go in messages."""
-    return [
-        i
-        for i, v in enumerate(place.variables)
-        if v.dtype == tf.float32
-        and arena.is_compressed(v.shape.as_list(), v.dtype, config.min_elements)
-    ]
 
 
 def _cut(total: tf.Tensor, layout: Layout, twins: Sequence[Any]) -> list[Pieces]:
@@ -229,8 +214,3 @@ def _cut(total: tf.Tensor, layout: Layout, twins: Sequence[Any]) -> list[Pieces]
                 parts.append(tf.identity(part))
         found.append(Pieces(parts))
     return found
-
-
-def _bytes(tensors: Sequence[Any]) -> int:
-    """Return the bytes of tensors of static shapes."""
-    return sum(each.shape.num_elements() * each.dtype.size for each in tensors)

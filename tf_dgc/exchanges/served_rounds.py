@@ -26,17 +26,15 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc import values
-from tf_dgc.exchanges.anchors import Anchor
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.moved import Trained
-from tf_dgc.exchanges.outer_on_servers import Compressing, Offer, OuterOnServers
+from tf_dgc.exchanges.outer_on_servers import Compressing, OuterOnServers
+from tf_dgc.exchanges.own_changes import OwnChanges
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.served import Served
-from tf_dgc.exchanges.served_messages import UnsentChanges
 from tf_dgc.servers import chief_records
 from tf_dgc.transports import sums
 
@@ -151,18 +149,10 @@ class LocalRounds(Exchange):
             TimeoutError: the chief did not come.
         """
         super().__init__(place)
-        self.outer, self._local = local.outer, local
+        self.outer, self._step = local.outer, local.step
         self._members, self._twins = make.members, make.twins
         self._period = int(make.settings.local_steps or 1)
-        self._own = [*self.variables, *self.outer.extras.own]
-        self._anchor = Anchor(self._own, None, self.transport.device, [])
-        self.outer.anchors = self._anchor.values
-        self._kept: UnsentChanges | None = None
-        compressing = self.outer.compressing
-        if self.outer.large and compressing is not None:
-            decay = compressing.combining.decay
-            args = self.outer.layout, compressing.config, decay
-            self._kept = UnsentChanges(*args, self.transport.device)
+        self._changes = OwnChanges(self.variables, self.outer, self.transport.device)
         with tf.init_scope(), tf.device("CPU:0"):
             self.position = own_variable(tf.zeros([], tf.int64), "round_position")
         with tf.init_scope():
@@ -208,32 +198,20 @@ class LocalRounds(Exchange):
         Args:
             uncounted: steps that the optimizer has not counted yet.
         """
-        told = self._common.rate.tell()
-        own = [variable.read_value() for variable in self._own]
-        bad = values.first_nonfinite(own)
-        names = [variable.name for variable in self._own]
-        finite = values.require(bad == 0, lambda: _no_number(bad, names))
-        with tf.control_dependencies([*told, finite]):
-            changes = self._anchor.changes(own)
-            weight = tf.cast(self.position, tf.float32)
-        count, message = len(self.variables), None
-        if self._kept is not None:
-            message = self._kept.message([changes[i] for i in self.outer.large])
-        words = None if message is None else message.words
-        self.outer.offer = Offer(weight, changes[count:], words)
+        offer = self._changes.offer(self.position, self._common.rate.tell())
+        self.outer.offer = offer
         self._common.tell(uncounted)
-        self._local.step(changes[:count])
+        self._step(offer.changes)
 
         def begin() -> None:
-            if self._kept is not None and message is not None:
-                self._kept.commit(message.left)
+            self._changes.commit(offer)
             self._begin_period(uncounted)
 
         tf.cond(self.outer.landed.read_value(), begin, lambda: None)
 
     def _begin_period(self, uncounted: int = 0) -> None:
         """Begin at what was fetched; count steps from those of all."""
-        self._anchor.drop()
+        self._changes.begin()
         self.position.assign(0)
         self._common.take(uncounted)
 
@@ -270,20 +248,19 @@ class LocalRounds(Exchange):
     @property
     def state(self) -> Mapping[str, tf.Variable]:
         """Residual of compression."""
-        return {} if self._kept is None else {"residual": self._kept.v}
+        return self._changes.state
 
     @property
     def steps(self) -> int:
         """Number of messages of this worker that were in a round."""
-        return 0 if self._kept is None else int(self._kept.sent)
+        return self._changes.sent
 
     def load(self, arrays: Mapping[str, Any], steps: int) -> None:
         """Take over what was saved; what was sent since is not kept back."""
         if self._members.succession.repeats:
             return
         super().load(arrays, steps)
-        if self._kept is not None:
-            self._kept.sent.assign(steps)
+        self._changes.loaded(steps)
 
     def flush(self, variables: Sequence[Any], apply: Any) -> None:
         """Refuse it.
@@ -291,25 +268,13 @@ class LocalRounds(Exchange):
         Raises:
             ValueError: something is kept back.
         """
-        if self._kept is not None and bool(tf.reduce_any(self._kept.v != 0)):
-            raise ValueError(
-                "`flush` must not be called with DownpourConfig(local_steps=..., "
-                "compression=...): what a worker has not sent goes in later rounds"
-            )
+        self._changes.refuse_flush()
 
     def kept(self) -> list[tf.Tensor]:
         """Return the residual."""
-        return [] if self._kept is None else [self._kept.v.read_value()]
+        return [residual.read_value() for residual in self.state.values()]
 
     def _run(self, name: str, do: Callable[[], None]) -> None:
         if name not in self._functions:
             self._functions[name] = tf.function(do, autograph=False)
         self._functions[name]()
-
-
-def _no_number(bad: tf.Tensor, names: Sequence[str]) -> list[Any]:
-    return [
-        "A variable of this worker holds NaN or infinity after local steps; it stops, "
-        "the others go on without what it has changed. Variable:",
-        tf.gather(tf.constant(["", *names]), bad),
-    ]
