@@ -1,5 +1,7 @@
 """Steps that workers take together on servers, and this worker's part in them."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tf_dgc.exchanges.ledger import Ledger
@@ -37,6 +39,16 @@ class CommonSteps:
             turns.attendance.leave(stops)
         for turns in self.turns():
             turns.attendance.leave()
+
+    def meet(self, barrier: Callable[[], None]) -> None:
+        """Leave, wait for all workers, and take part again where this one did."""
+        takes_part = [t for t in self.turns() if t.attendance.takes_part]
+        self.leave()
+        barrier()
+        for turns in takes_part:  # before anybody takes a step
+            turns.attendance.enter()
+        if takes_part:
+            barrier()
 
     def told_of_end(self) -> str:
         """Say why a worker computes nothing further for the others."""

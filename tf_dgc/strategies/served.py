@@ -105,7 +105,7 @@ class DownpourExtended(OneReplicaExtended):
     def count_received(self, size: tf.Tensor) -> None:
         """Count bytes of rows that a step fetches."""
         if self.running:
-            self._container_strategy().inner.count_received(size)
+            self._container_strategy().inner.make.totals.add(received=size)
 
     def _watch(self, variable: Any) -> None:
         """Follow what else assigns a variable: its twin must know."""

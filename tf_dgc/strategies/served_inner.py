@@ -77,10 +77,6 @@ class ServedInner(Inner):
         """Server variables of what is trained."""
         return self.make.twins
 
-    def count_received(self, size: tf.Tensor) -> None:
-        """Count bytes that were fetched: shape [], int64."""
-        self.make.totals.add(received=size)
-
     # Backups.
 
     @property
@@ -121,13 +117,7 @@ class ServedInner(Inner):
 
     def barrier(self) -> None:
         """Wait until all workers have come here; then fetch."""
-        takes_part = [t for t in self._common.turns() if t.attendance.takes_part]
-        self._common.leave()
-        self.members.meetings.barrier()
-        for turns in takes_part:  # before anybody takes a step
-            turns.attendance.enter()
-        if takes_part:
-            self.members.meetings.barrier()
+        self._common.meet(self.members.meetings.barrier)
         self.fetch()
 
     # Runs.
@@ -138,26 +128,9 @@ class ServedInner(Inner):
         What it draws by a seed is for this worker's rows, of which others are taken to
         have as many where workers do not meet.
         """
-        if self.share is not None or not self._trains(fn):
-            return super().run(fn, args, step)
-
-        def drawing(args: Any) -> Any:
-            say = self._say
-            return drawn_rows.run_own(args, step, self._workers, True, say)
-
-        return super().run(fn, args, drawing)
-
-    def _trains(self, fn: Any) -> bool:
-        """Tell whether a function is a step of training, and others take it, too."""
-        model = _host.keras.model_of(fn)
-        if model is None:  # of a loop of one's own, or of `predict`
-            trains = getattr(fn, "__name__", "") != "one_step_on_data"
-        else:
-            trains = _host.keras.step_named(model, fn) == "train_step"
-        return trains and self._workers.size > 1
-
-    def _say(self, warning: str) -> None:
-        self.core.warn([warning])
+        if self.share is None and self._workers.size > 1 and _trains(fn):
+            step = _drawing(step, self._workers, self.core.warn)
+        return super().run(fn, args, step)
 
     @contextlib.contextmanager
     def fitting(
@@ -195,3 +168,24 @@ class ServedInner(Inner):
         self.core.warn([self._common.told_of_end()])
         if self.fits.model is not None:
             self.fits.model.stop_training = True
+
+
+def _drawing(
+    step: Callable[[Any], Any],
+    workers: OverServers,
+    warn: Callable[[Sequence[str]], None],
+) -> Callable[[Any], Any]:
+    """Return a step that draws for this worker's rows; the others have as many."""
+
+    def say(warning: str) -> None:
+        warn([warning])
+
+    return lambda args: drawn_rows.run_own(args, step, workers, True, say)
+
+
+def _trains(fn: Any) -> bool:
+    """Tell whether a function is a step of training, or a loop's own."""
+    model = _host.keras.model_of(fn)
+    if model is None:  # of a loop of one's own, or of `predict`
+        return getattr(fn, "__name__", "") != "one_step_on_data"
+    return bool(_host.keras.step_named(model, fn) == "train_step")
