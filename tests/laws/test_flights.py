@@ -123,9 +123,9 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, period=3, overlap=2, **settings)
             worker.train(5)  # it has just landed
-            agreed = [v.numpy() for v in worker.period._anchor.values]
+            agreed = [v.numpy() for v in worker.period.anchor.values]
             worker.train(3)
-            return [*agreed, *[v.numpy() for v in worker.period._anchor.values]]
+            return [*agreed, *[v.numpy() for v in worker.period.anchor.values]]
 
         self.assert_same_bits(run_workers(3, work))
 
@@ -284,7 +284,7 @@ class FlightsTest(parameterized.TestCase, tf.test.TestCase):
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=60, overlap=1)
             worker.train(1)
-            worker.period._anchor.values[0].assign_add(
+            worker.period.anchor.values[0].assign_add(
                 tf.fill(SHAPES[0], float(transport.rank))
             )
             worker.train(121)

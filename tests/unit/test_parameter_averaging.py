@@ -422,7 +422,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             worker.train(3)
             before = worker.values
             settle(worker.synchronizer)
-            rounds = int(worker.synchronizer.exchanges()[-1].stats().rounds)
+            rounds = int(worker.period.progress.stats().rounds)
             same = all(map(np.array_equal, before, worker.values))
             return float(worker.statistics[0]), same, rounds
 
@@ -590,8 +590,8 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
                 # Means over the workers: 2.0 in the first period, 0.5 after it.
                 mean = 2.0 if step < 4 else 0.5
                 worker.step(mean + (0.25 if transport.rank else -0.25))
-                found.append(int(worker.synchronizer.exchanges()[-1].stats().rounds))
-            self.assertEqual(int(worker.synchronizer.exchanges()[-1].stats().period), 2)
+                found.append(int(worker.period.progress.stats().rounds))
+            self.assertEqual(int(worker.period.progress.stats().period), 2)
             return found
 
         expected = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5]
@@ -683,7 +683,7 @@ class FiguresTest(parameterized.TestCase, tf.test.TestCase):
             exchange(worker.synchronizer, worker.owner, nothing, worker.variables)
             before = worker.values
             worker.synchronizer.parameters(worker.owner, worker.variables)
-            return float(worker.synchronizer.exchanges()[-1].stats().distance), before
+            return float(worker.period.progress.stats().distance), before
 
         nothing = [tf.zeros(shape) for shape in SHAPES]
         found = run_workers(2, work)
@@ -748,7 +748,7 @@ class RestoreTest(parameterized.TestCase, tf.test.TestCase):
             worker = Worker(transport, **settings)
             worker.train(1)
             worker.synchronizer.restore(self.folder)
-            return int(worker.synchronizer.exchanges()[-1].stats().period)
+            return int(worker.period.progress.stats().period)
 
         run_workers(2, save)
         self.assertEqual(run_workers(2, lambda t: resume(t, period=2)), [2, 2])

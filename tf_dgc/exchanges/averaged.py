@@ -19,7 +19,7 @@ from tf_dgc.exchanges.base import Apply, Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.channel import Channel
 from tf_dgc.exchanges.compressed import Compressed
 from tf_dgc.exchanges.dense import Dense
-from tf_dgc.exchanges.figures import RoundStats, TensorStats
+from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.flights import Flights
 from tf_dgc.exchanges.ledger import Ledger
 from tf_dgc.exchanges.modes import SUM, Combining
@@ -52,13 +52,14 @@ class Averaged(Exchange):
 
     Attributes:
         progress: of this worker within its period.
+        anchor: parameters with which that began.
         rounds: in which workers agree.
         averaged: what is averaged beside the parameters.
         settled: when all last met.
     """
 
     lockstep = False
-    _anchor: Anchor
+    anchor: Anchor
 
     def __init__(
         self,
@@ -86,31 +87,21 @@ class Averaged(Exchange):
         self.progress = PeriodProgress(config, loss, bool(self._site))
         args = self._site, self.progress, config.synchronous_steps
         self._steps = PeriodSteps(place, *args)
+        replicas = self.replicas
         if channel is not None:
             channel.wait()  # it is to be free for what opening takes
             place = place._replace(transport=channel.transport)
+            aside = place.transport.everybody, place.interval, f"{self.name}.anchor"
+            replicas = Replicas(*aside)
         self._inner = _inner(place, config, expected.combining)
-        earlier = _earlier(place)
-        # None for plain averages that are held at once.
-        wanted = expected.outer or config.compression or config.overlap
-        anchored = self.variables if wanted else [], expected.outer
-        anchors = [each._anchor for each in earlier]
-        self._anchor = Anchor(*anchored, self.transport.device, anchors)
-        self.progress.follow([each.progress for each in earlier])
-        replicas = self.replicas
-        if channel is not None:
-            everybody_aside, name = place.transport.everybody, f"{self.name}.anchor"
-            replicas = Replicas(everybody_aside, place.interval, name)
-        own = self.progress, self._anchor, self._inner, self.counters, replicas
+        self.anchor = _anchor(place, config, expected.outer, self.transport.device)
+        self.progress.follow([each.progress for each in _earlier(place)])
+        own = self.progress, self.anchor, self._inner, self.counters, replicas
         training = Training(place, expected.companions, *own)
         self.averaged = training.averaged
-        self.rounds: Rounds = RoundsAtOnce(training)
-        if channel is not None:
-            siblings = [each.rounds for each in place.siblings]
-            self.rounds = Flights(training, expected.overlap, channel, siblings)
+        self.rounds = _rounds(training, expected.overlap, channel)
         _agree(self.transport, self.averaged)
-        taken, statistics = self.progress.taken, expected.companions.statistics
-        self.settled = SettledMark(taken, statistics)
+        self.settled = SettledMark(self.progress.taken, self._companions.statistics)
 
     @property
     def density(self) -> float | None:
@@ -129,16 +120,16 @@ class Averaged(Exchange):
     ) -> Update:
         """Return the gradients of a local step, or their sum where it is of several."""
         self.settled.refuse_late()
-        self._anchor.drop_first()
+        self.anchor.drop_first()
         return self._steps.gradients(local, taken_over, part)
 
     def parameters(self) -> None:
         """Count a step that has been applied, and hold a round where it is time."""
         first = self._config.synchronous_steps
-        if self._anchor and first:
+        if self.anchor and first:
             # The last of them leads to where the first period begins.
             last = self.progress.has_taken(first - 1)
-            tf.cond(last, self._anchor.drop, lambda: None)
+            tf.cond(last, self.anchor.drop, lambda: None)
         self.rounds.after_step(self.progress.step())
 
     # Where workers meet outside of steps.
@@ -150,30 +141,21 @@ class Averaged(Exchange):
             Whether parameters were averaged.
         """
         if self.settled.statistics_changed():
-            # By forward passes that took no step, too.
-            unsettled = self.progress.unsettled
-            unsettled.assign(tf.maximum(unsettled, 1))
+            self.progress.unsettle()  # by forward passes that took no step, too
         averaged = self.rounds.settle()
         self.settled.set()
         return averaged
-
-    def begin_period(self) -> None:
-        """Begin at the present parameters: they may have been loaded."""
-        self._anchor.drop()
 
     # State.
 
     @property
     def state(self) -> Mapping[str, tf.Variable]:
         """Residuals of compression, the position in the period, and what is own."""
-        anchors = {f"anchor {i}": v for i, v in enumerate(self._anchor.values)}
-        found = {**self._inner.state, **self.progress.state, **anchors}
-        found |= {**self.rounds.state, **self._site.state}
-        named = {_PARAMETER: self.variables, _AVERAGED: self.averaged}
-        named["own"] = self._companions.own
-        for name, variables in named.items():
-            found |= {f"{name} {i}": v for i, v in enumerate(variables)}
-        return found
+        found = {**self._inner.state, **self.progress.state}
+        found |= {**_numbered("anchor", self.anchor.values), **self.rounds.state}
+        found |= {**self._site.state, **_numbered(_PARAMETER, self.variables)}
+        found |= _numbered(_AVERAGED, self.averaged)
+        return found | _numbered("own", self._companions.own)
 
     @property
     def owed(self) -> Mapping[str, tf.Tensor]:
@@ -195,7 +177,7 @@ class Averaged(Exchange):
         self._inner.load({k: v for k, v in left.items() if k in inner}, steps)
         super().load({k: v for k, v in left.items() if k not in inner}, steps)
         self.progress.length.loaded()
-        self._anchor.loaded(self.progress.taken)
+        self.anchor.loaded(self.progress.taken)
         self.rounds.loaded()
         self.settled.set(resumed=True, within=within)
 
@@ -203,7 +185,7 @@ class Averaged(Exchange):
         """Step, eagerly, along what compression keeps back; then clear it."""
         self._site.flush(variables, apply)
         self._inner.flush(
-            variables, lambda update, own: self._anchor.take(update[0], own)
+            variables, lambda update, own: self.anchor.take(update[0], own)
         )
 
     def kept(self) -> list[tf.Tensor]:
@@ -213,10 +195,6 @@ class Averaged(Exchange):
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
         return self._inner.tensor_stats(reset) + self._site.tensor_stats(reset)
-
-    def stats(self) -> RoundStats:
-        """Return how it goes on."""
-        return self.progress.stats()
 
 
 def _agree(transport: Transport, averaged: Sequence[Any]) -> None:
@@ -232,6 +210,29 @@ def _earlier(place: Place) -> list[Averaged]:
     return [
         each for each in place.siblings if not own.isdisjoint(map(id, each.variables))
     ]
+
+
+def _anchor(
+    place: Place, config: AveragingConfig, outer: Outer | None, device: str
+) -> Anchor:
+    """Return where a period begins; none for plain averages that are held at once."""
+    wanted = outer or config.compression or config.overlap
+    variables = place.variables if wanted else []
+    earlier = [each.anchor for each in _earlier(place)]
+    return Anchor(variables, outer, device, earlier)
+
+
+def _rounds(training: Training, overlap: int, channel: Channel | None) -> Rounds:
+    """Return what holds the rounds of a training: in flight, if there is a channel."""
+    if channel is None:
+        return RoundsAtOnce(training)
+    siblings = [each.rounds for each in training.place.siblings]
+    return Flights(training, overlap, channel, siblings)
+
+
+def _numbered(kind: str, variables: Sequence[Any]) -> dict[str, Any]:
+    """Return variables by the names under which they are saved."""
+    return {f"{kind} {i}": variable for i, variable in enumerate(variables)}
 
 
 def _inner(place: Place, config: AveragingConfig, combining: Combining) -> Exchange:
@@ -287,7 +288,7 @@ def settle(ledger: Ledger, resumed: bool = False) -> list[Any]:
     averaged = [owner for owner in averaged if owner is not None]
     for each in found:
         if each not in waiting:
-            each.begin_period()
+            each.anchor.drop()  # to begin there: parameters may have been loaded
     return averaged
 
 

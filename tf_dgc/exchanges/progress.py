@@ -81,6 +81,10 @@ class PeriodProgress:
         self.taken.assign_add(1)
         return local
 
+    def unsettle(self) -> None:
+        """Note that statistics have changed, in a step or not."""
+        self.unsettled.assign(tf.maximum(self.unsettled, 1))
+
     def is_due(self, local: tf.Tensor) -> tf.Tensor:
         """Tell whether it is time for a round, given what `step` returned."""
         with tf.device("CPU:0"):

@@ -100,7 +100,7 @@ class ParameterAveragingStrategy(BaseStrategy):
         if not found:
             zero = tf.zeros([], tf.int64)
             return RoundStats(zero, zero, zero, tf.zeros([]))
-        return found[-1].stats()
+        return found[-1].progress.stats()
 
     def flush(self, model: keras.Model) -> None:
         """Hold a round, and apply what compression keeps back; all workers call this.
