@@ -29,8 +29,9 @@ TESTED_IN: dict[str, str] = {
     "lab/test_run_servers": "launcher.door",
     "lab/test_run_trials": "launcher.apart",
     "laws/test_exchange_contract": """exchanges.base exchanges.compressed
-        exchanges.dense exchanges.held_back exchanges.moved exchanges.served
-        exchanges.server_traffic exchanges.synchronous""",
+        exchanges.dense exchanges.held_back exchanges.large_tensors exchanges.moved
+        exchanges.served exchanges.server_traffic exchanges.small_tensors
+        exchanges.synchronous""",
     "laws/test_flights": "exchanges.channel exchanges.flight_state",
     "laws/test_owners": """compression.regions exchanges.owned
         exchanges.owner_messages exchanges.owner_sum transports.sums""",

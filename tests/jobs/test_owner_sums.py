@@ -36,7 +36,7 @@ def by_strategy(transport: str, value_dtype: str) -> dict[str, Any]:
     return {
         "crc": zlib.crc32(weights),
         "fell": losses[-1] < losses[0],
-        "sums": [type(each).__name__ for each in exchange._sums],
+        "sums": [type(each).__name__ for each in exchange.sums],
     }
 
 

@@ -26,7 +26,7 @@ RATES = [1.0, 1.0, 0.25, 0.25, 0.1, 0.0, 1.0]
 
 def whole(ledger: Any) -> int:
     """Return how many stages of an exchange are compiled as a whole."""
-    return sum(isinstance(each, fused.FusedSum) for each in only(ledger)._sums)
+    return sum(isinstance(each, fused.FusedSum) for each in only(ledger).sums)
 
 
 def trained(
@@ -216,7 +216,7 @@ class ChoiceTest(tf.test.TestCase):
         stages = {"warmup_steps": 3, "warmup_stages": (0.5, 0.9, 0.95)}
         ledger = self.exchange_of(transport, **stages)
         self.assertEqual(whole(ledger), 2)  # 0.95 and 0.99
-        numbers = sorted(n for each in only(ledger)._sums for n in each.numbers)
+        numbers = sorted(n for each in only(ledger).sums for n in each.numbers)
         self.assertEqual(numbers, [0, 1, 2, 3])
 
     def test_a_variable_of_the_environment_is_the_way_off(self) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_dgc import values
 from tf_dgc.compression import arena
 from tf_dgc.config import DGCConfig
-from tf_dgc.exchanges import formats, fused, local_gradients, modes
+from tf_dgc.exchanges import formats, fused, modes
 from tf_dgc.exchanges.base import (
     Apply,
     Exchange,
@@ -22,12 +21,15 @@ from tf_dgc.exchanges.base import (
 )
 from tf_dgc.exchanges.figures import TensorStats
 from tf_dgc.exchanges.held_back import HeldBack
-from tf_dgc.exchanges.modes import SUM, Combining, Contribution, Mode, OwnSteps
-from tf_dgc.exchanges.parts import Part, weighed_sum
+from tf_dgc.exchanges.large_tensors import LargeTensors
+from tf_dgc.exchanges.local_gradients import Clipping
+from tf_dgc.exchanges.modes import SUM, Combining, Mode, OwnSteps
+from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.residual import OWNED, Residual
+from tf_dgc.exchanges.small_tensors import SmallTensors
 from tf_dgc.transports import handshake
 from tf_dgc.transports.base import Transport
-from tf_dgc.transports.sums import SparseSum, Wire, Workers, no_traffic, one
+from tf_dgc.transports.sums import Wire, Workers, no_traffic, one
 
 
 class Compressed(Exchange):
@@ -37,6 +39,7 @@ class Compressed(Exchange):
         layout: of the arena of compressed tensors.
         residual: what this worker has not sent yet of them.
         mode: what is accumulated there.
+        sums: of all stages.
     """
 
     residual: Residual
@@ -61,43 +64,37 @@ class Compressed(Exchange):
         """
         super().__init__(place)
         self._workers = workers(self.transport)
-        shapes = [v.shape.as_list() for v in self.variables]
-        self._large = [
-            i
-            for i, v in enumerate(self.variables)
-            if arena.is_compressed(shapes[i], v.dtype, config.min_elements)
-        ]
-        self._small = [i for i in range(len(shapes)) if i not in self._large]
-        self.layout = arena.build(
-            [(self.variables[i].name, shapes[i]) for i in self._large]
-        )
+        self._division = arena.divide(self.variables, config.min_elements)
+        large, small, self.layout = self._division
         config = formats.refuse_without_all_to_all(config, self.transport)
-        config = formats.within_budget(config, self.layout, self._small, place)
+        config = formats.within_budget(config, self.layout, small, place)
         self.config = formats.decided(config, self.layout, self.transport.size)
         wire = Wire(self.transport, self._workers, self.layout, self.config, self.name)
-        taken = modes.accumulated(self.config, taken_over, bool(self._large))
+        taken = modes.accumulated(self.config, taken_over, bool(large))
         earlier = [
             (o.residual, o.mode) for o in place.siblings if isinstance(o, Compressed)
         ]
-        tensors, device = (self.variables, self._large), self.transport.device
+        tensors, device = (self.variables, large), self.transport.device
         whole = fused.is_wanted(device) and not self._workers.axis
         figures = device if whole else "CPU:0"
         self.residual, self.mode = modes.opened(
             wire, *tensors, taken, earlier, combining, figures
         )
-        clipping = local_gradients.Clipping(self.layout, self._large, self._small)
-        self._clipping = [clipping]  # the first that takes gradients
         by = [fused.sums_by(wire, self.residual, self.mode)] if whole else []
-        self._sums = formats.sums_of(wire, *by)
-        if any(isinstance(each, fused.FusedSum) for each in self._sums):
-            self._clipping.insert(0, fused.Front(self.layout, *tensors, device))
-        self._held = HeldBack(self.residual, self.mode, self._sums)
+        self.sums = formats.sums_of(wire, *by)
+        fronts = [Clipping(self._division)]
+        if any(isinstance(each, fused.FusedSum) for each in self.sums):
+            fronts.insert(0, fused.Front(self._division, self.variables, device))
+        self._small = SmallTensors(wire, self.variables, fronts)
+        own = self.residual, self.mode, self.sums
+        self._held = HeldBack(*own)
+        self._large = LargeTensors(*own, self._held.scales)
         with tf.init_scope():  # begin alike with what is accumulated
             everybody, form = self.transport.everybody, modes.describe(taken)
             handshake.agree(everybody, "optimizers", {"accumulated": form})
             self._held.agree_on_slots(everybody)
         formats.tell(wire, self.variables)
-        fused.tell(self._sums, wire)
+        fused.tell(self.sums, wire)
 
     # The step: local -> wire -> local.
 
@@ -110,75 +107,21 @@ class Compressed(Exchange):
         """Sum the small tensors, and what all select of the large ones."""
         taken_over = taken_over if self.mode.is_step else None
         modes.refuse_late(self.residual, taken_over)
-        whole = self.transport.size if part is None else part.whole
-        front = next(each for each in self._clipping if each.takes(local))
-        clip = functools.partial(
-            front.clipped,
-            rate=[] if taken_over is None else [taken_over.learning_rate],
-            clip_norm=self.config.clip_norm,
-            workers=self.transport.size,
-            whole=whole,
-        )
-        gradient, small, nonfinite, scale = self._workers.each(clip, local)
+        # Before any state changes all must know whether the step counts.
+        met = self._small.meet(local, taken_over, part, self.residual.step)
+        share, ok, small_traffic, weight = met
 
-        # Wire 1. Before any state changes all must know whether the step counts.
-        factors = self._workers.factors()
-        if factors is not None:
-            small = self._workers.each(_all_scaled, small, factors)
-        seats = self._workers.seats(self.transport.size)
-        args = self.transport, small, self.name, seats, nonfinite, part
-        told = weighed_sum(*args, repeats=False)
-        names = [*(v.name for v in self.variables), "the learning rate"]
-        config, step = self.config, self.residual.step
-        ok = local_gradients.all_finite(told.nonfinite, config, step, names)
-        factor = told.factor if factors is None else factors
-        summed = front.small(told.gradients)
-        share = Contribution(gradient, scale, factor, summed, whole, taken_over)
-
-        traffic = tf.cond(ok, functools.partial(self._send, share), no_traffic)
-        found: list[Any] = [None] * len(local)
-        flags = [self.mode.is_step and i in self._large for i in range(len(local))]
-        if not self.mode.takes_small:
-            for i, tensor in zip(self._small, summed, strict=True):
-                found[i] = tensor
-        for i, tensor in zip(self._large, self.mode.gradients(), strict=True):
-            found[i] = None if tensor is None else tf.cast(tensor, local[i].dtype)
+        traffic = tf.cond(ok, functools.partial(self._large.send, share), no_traffic)
+        numbers = self._division.large
+        flags = [self.mode.is_step and i in numbers for i in range(len(local))]
+        large = [
+            None if tensor is None else tf.cast(tensor, local[i].dtype)
+            for i, tensor in zip(numbers, self.mode.gradients(), strict=True)
+        ]
+        small = [None] * len(share.small) if self.mode.takes_small else share.small
+        found = self._division.merged(large, small)
         with tf.device("CPU:0"):
-            return Update(found, flags, ok, told.traffic + traffic, told.weight)
-
-    def _send(self, share: Contribution) -> tf.Tensor:
-        """Accumulate, sum at the present stage, keep the rest, apply the sum.
-
-        Returns:
-            See `sums.traffic_of`.
-        """
-        with self.residual.arenas.borrowed():
-            step = self.residual.count.present()
-            through = [
-                functools.partial(self._through, s, share, step) for s in self._sums
-            ]
-            traffic = values.one_of(
-                through, formats.number_at(step, self._sums, self.config)
-            )
-            self.residual.count.add()
-        return traffic
-
-    def _through(
-        self, wire: SparseSum, share: Contribution, step: tf.Tensor
-    ) -> tf.Tensor:
-        """Take a step at the stages of one kind of sum."""
-        if isinstance(wire, fused.FusedSum):
-            return wire.through(share, step)
-        if share.taken_over is not None:
-            rate = tf.cast(share.taken_over.learning_rate, tf.float32)
-            self.residual.fall(rate, self._held.scales)
-        stage = wire.stage_at(step)
-        kept = self.mode.add(share, whole=not any(wire.slots))
-        total, used, traffic = wire(kept, step, stage)
-        with tf.control_dependencies(tf.nest.flatten(total)):
-            kept.keep(used)
-        self.mode.apply(share, total, wire.slots, stage)
-        return traffic
+            return Update(found, flags, ok, small_traffic + traffic, weight)
 
     # What is kept back.
 
@@ -223,7 +166,3 @@ class Compressed(Exchange):
     def tensor_stats(self, reset: bool = False) -> list[TensorStats]:
         """Return this worker's figures of each compressed tensor, eagerly."""
         return self.residual.coverage.stats(reset)
-
-
-def _all_scaled(gradients: list[Any], factor: tf.Tensor) -> list[Any]:
-    return [values.scaled(gradient, factor) for gradient in gradients]

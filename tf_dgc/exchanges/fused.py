@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tf_dgc.compression import arena, dgc, fixed, message, selection, warmup
-from tf_dgc.compression.arena import BLOCK, Layout
+from tf_dgc.compression.arena import BLOCK, Division, Layout
 from tf_dgc.exchanges import inplace
 from tf_dgc.exchanges.applied import Target
 from tf_dgc.exchanges.local_gradients import Clipped, Clipping
@@ -81,12 +81,12 @@ class Front(Clipping):
     """
 
     def __init__(
-        self, layout: Layout, variables: Sequence[Any], large: Sequence[int], at: str
+        self, division: Division, variables: Sequence[Any], device: str
     ) -> None:
-        """Take the variables, the indices of those in the arena, and the device."""
-        self.device = at
-        small = [i for i in range(len(variables)) if i not in large]
-        super().__init__(layout, large, small)
+        """Take which variables are in the arena, all of them, and the device."""
+        super().__init__(division)
+        self.device = device
+        large, small, layout = division
         self._alone = {i: variables[i] for i in small}
         which = {"large": tuple(large), "small": tuple(small)}
         self._clip = inplace.bound(_clipped, layout=layout, **which)

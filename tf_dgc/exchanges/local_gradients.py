@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tf_dgc import values
 from tf_dgc.compression import arena, dgc
-from tf_dgc.compression.arena import Layout
+from tf_dgc.compression.arena import Division
 from tf_dgc.config import DGCConfig
 
 
@@ -26,11 +26,9 @@ class Clipped(NamedTuple):
 class Clipping:
     """Clips gradients, and tells those of the arena from the small ones."""
 
-    def __init__(
-        self, layout: Layout, large: Sequence[int], small: Sequence[int]
-    ) -> None:
-        """Take the arena, and the indices of what is in it, and of the rest."""
-        self._layout, self._large, self._small = layout, large, small
+    def __init__(self, division: Division) -> None:
+        """Take which gradients are in the arena, and which are small."""
+        self._large, self._small, self._layout = division
 
     def takes(self, local: Sequence[Any]) -> bool:
         """Tell whether it takes gradients."""
