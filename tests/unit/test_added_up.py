@@ -13,6 +13,7 @@ from keras import ops
 from loopback import in_scopes
 
 from tf_dgc import simulate
+from tf_dgc._host import operations
 
 
 class Kept(keras.metrics.Metric):
@@ -122,6 +123,24 @@ class AddedUpTest(parameterized.TestCase, tf.test.TestCase):
             with simulate.SimulatedStrategy(2).scope():
                 fitted(False)
         self.check_told(logs.output)
+
+
+class WritesTest(tf.test.TestCase):
+    def test_those_of_a_function_within_a_step_are_found(self) -> None:
+        variable, found = tf.Variable(0.0), []
+
+        @tf.function
+        def within() -> None:
+            variable.assign_add(1.0)
+
+        @tf.function
+        def step() -> None:
+            with operations.recorded() as writes:
+                within()
+                found.extend(writes())
+
+        step()
+        self.assertEqual([w.handle is variable.handle for w in found], [True])
 
 
 MIXING = {

@@ -267,6 +267,13 @@ def _follow_function(graph: Any, places: Iterable[int]) -> tuple[set[int], set[i
     )
 
 
+def called_by(graph: Any, operation: Any) -> list[Any]:
+    """Return the graphs of the functions that an operation always calls."""
+    names = _functions_of(operation) if operation.type in _CALLS else []
+    found = [_graph_of(graph, name) for name in names]
+    return [each for each in found if each is not None]
+
+
 def _functions_of(operation: Any) -> list[str]:
     """Return the names of functions that it calls; of a loop the condition first."""
     names = {

@@ -77,13 +77,7 @@ def recorded() -> Iterator[Callable[[], list[Write]]]:
     if not tf.executing_eagerly():
         graph: Any = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
-        yield lambda: [
-            Write(
-                flow.outside(graph, each.inputs[0]), each.inputs[1], _WRITES[each.type]
-            )
-            for each in graph.get_operations()[first:]
-            if each.type in _WRITES
-        ]
+        yield lambda: list(_writes(graph, first))
         return
     before = getattr(_running, "found", None), getattr(_running, "marks", None)
     found: dict[int, Any] = {}
@@ -111,6 +105,21 @@ def recorded() -> Iterator[Callable[[], list[Write]]]:
     finally:
         op_callbacks.remove_op_callback(note)
         _running.found, _running.marks = before
+
+
+def _writes(graph: Any, first: int = 0) -> Iterator[Write]:
+    """Yield the assignments of a graph, and of the functions that it calls.
+
+    Args:
+        graph: of a step.
+        first: number of operations that came before.
+    """
+    for each in graph.get_operations()[first:]:
+        if each.type in _WRITES:
+            handle = flow.outside(graph, each.inputs[0])
+            yield Write(handle, each.inputs[1], _WRITES[each.type])
+        for called in flow.called_by(graph, each):
+            yield from _writes(called)
 
 
 def mark(tensor: Any, mark: int) -> None:
