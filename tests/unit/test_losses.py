@@ -288,6 +288,12 @@ MOVED: dict[str, Form] = {
     "weighted by place": lambda x, y, w, n: tf.reduce_mean(
         squares(x, y, w) * tf.cast(tf.range(tf.shape(x)[0]), tf.float32)[:, tf.newaxis]
     ),
+    "weighted by a table": lambda x, y, w, n: tf.reduce_mean(
+        squares(x, y, w) * tf.linspace(0.0, 1.0, 99)[: tf.shape(x)[0], tf.newaxis]
+    ),
+    "weighted by a slice": lambda x, y, w, n: tf.reduce_mean(
+        squares(x, y, w) * tf.slice(tf.eye(99, 2), [0, 0], tf.shape(y))
+    ),
 }
 # Eagerly nobody sees what Python computes outside of TensorFlow.
 IN_GRAPHS: dict[str, Form] = {

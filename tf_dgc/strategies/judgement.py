@@ -28,6 +28,7 @@ Operation = _host.operations.Operation
 
 _MEETINGS = ("Collective", "Horovod")
 
+_CUTTING = {"Slice", "StridedSlice"}
 _CREATING = {"Fill", "BroadcastTo", "Tile", "Zeros", "Empty"}
 
 
@@ -81,6 +82,8 @@ class Judge:
         if SHAPE not in {each.kind for each in inputs[:1]} or kind in _CREATING:
             places = row_axes.places(operation)
             sized = [inputs[i] for i in places if i < len(inputs)]
+            if kind in _CUTTING and _is_by_place(inputs[0], sized):
+                return UNREAD
             values = [ALIKE if i in places else each for i, each in enumerate(inputs)]
             if kind in _CREATING and self._shapes.makes_rows(tensor, sized, values):
                 return self._shapes.created(tensor, values)
@@ -113,6 +116,12 @@ class Judge:
         counts_rows = all(each.picks for each in inputs if each.kind == NUMBER)
         picks = counts_rows and not tensor.dtype.is_floating
         return Known(NUMBER, terms=self._terms.of(operation, inputs), picks=picks)
+
+
+def _is_by_place(given: Known, sized: list[Known]) -> bool:
+    """Tell whether rows take what all workers have by their places in a batch."""
+    by_rows = any(e.kind == SHAPE and e.extent == THE_ROWS for e in sized)
+    return given.kind == CONSTANT and by_rows
 
 
 def _is_unknown(operation: Operation, inputs: list[Known]) -> bool:
