@@ -519,17 +519,92 @@ WORDS: Table = {
     ),
 }
 EAGER: Table = {"none": Choice("False"), "eager": Choice("True")}
-MORE: dict[str, Table] = {"guard": GUARDS, "words": WORDS, "eager": EAGER}
+# Numbers of steps that a step adds up: ones, and means and maxima of its rows.
+_OWN_SUM = """\
+class Added(keras.metrics.Metric):
+    # Adds up what it is given.
+    def __init__(self):
+        super().__init__(name="added")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, value):
+        self.total.assign_add(value)
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.total)
+
+self.added = Added()
+"""
+_SUM = "self.added = keras.metrics.Sum('added')\n"
+_MEAN_ERROR = "tf.reduce_mean(tf.square(outputs - targets))"
+ADDED: Table = {
+    "none": Choice(""),
+    "ones": Choice("self.added.update_state(1.0)", more=_SUM),
+    "means": Choice(f"self.added.update_state({_MEAN_ERROR})", more=_SUM),
+    "largest": Choice("self.added.update_state(tf.reduce_max(outputs))", more=_SUM),
+    "weighed": Choice(
+        "self.added.update_state(tf.reduce_sum(outputs, 1), targets[:, 0])", more=_SUM
+    ),
+    "own_ones": Choice("self.added.update_state(1.0)", _NOT_A_SUM, more=_OWN_SUM),
+    "own_means": Choice(
+        f"self.added.update_state({_MEAN_ERROR})", _NOT_A_SUM, more=_OWN_SUM
+    ),
+    "own_sums": Choice(
+        "self.added.update_state(tf.reduce_sum(outputs))", more=_OWN_SUM
+    ),
+}
+DECORATORS: Table = {
+    "none": Choice(""),
+    "wrapped": Choice("@logged", more="@functools.wraps(step)\n"),
+    "bare": Choice("@logged"),
+    "traced": Choice("@tf.function"),
+}
+# Random numbers of `call`, with a seed that the script gives.
+DRAWS: Table = {
+    "none": Choice(""),
+    "stateless": Choice(
+        "hidden += 0.1 * tf.random.stateless_normal(tf.shape(hidden), [3, 1])"
+    ),
+    "of_keras": Choice(
+        "hidden += 0.1 * keras.random.uniform(keras.ops.shape(hidden), seed=5)"
+    ),
+    "dropped": Choice("hidden = keras.random.dropout(hidden, 0.5, seed=4)"),
+    "by_step": Choice(
+        "seed = tf.stack([7, tf.cast(self.drawn.value, tf.int32)])\n"
+        "self.drawn.assign_add(1.0)\n"
+        "noise = tf.random.stateless_uniform([tf.shape(hidden)[0], 1], seed)\n"
+        "hidden *= 0.5 + noise",
+        more="self.drawn = variable('drawn', ())\n",
+    ),
+    "for_all": Choice("hidden += 0.1 * tf.random.stateless_normal([1, 8], [3, 1])"),
+    "of_weights": Choice(
+        "hidden = hidden @ (tf.eye(8) + tf.random.stateless_normal([8, 8], [3, 1]))"
+    ),
+    "for_a_batch": Choice(
+        "noise = tf.random.stateless_normal([3 * BATCH, 8], [3, 1])\n"
+        "hidden += 0.1 * noise[: tf.shape(hidden)[0]]",
+        "Random numbers with a seed|something else than sums",
+    ),
+    "of_a_table": Choice(
+        "table = tf.constant(np.random.RandomState(3).rand(3 * BATCH, 8))\n"
+        "hidden += 0.1 * tf.cast(table, tf.float32)[: tf.shape(hidden)[0]]",
+        "something else than sums",
+    ),
+}
+MORE: dict[str, Table] = {
+    "guard": GUARDS,
+    "words": WORDS,
+    "eager": EAGER,
+    "added": ADDED,
+    "decorator": DECORATORS,
+    "draws": DRAWS,
+}
 # What is not drawn where workers are others.
 # At their end Keras alone may count a step that it does not take.
 OF_UNKNOWN_SIZE = ("negatives", "negatives_unknown", "reading_generator")
-# Choices of which N workers do not make yet what one process does.
-OPEN = {
-    "data": ("inputs_alone", "pictures_alone"),
-    "metric": ("largest", "updates"),
-}
 _PLAIN = {"data": "numpy", "update": "applied", "state": "none", "stop": "none"}
 _PLAIN |= {"metric": "mae", "around": "twice", "guard": "none"}
+_PLAIN |= {"added": "none", "decorator": "none"}
 ON_SERVERS = {"mode": "servers", "loss": "keras"} | _PLAIN
 SIMULATED = {"mode": "simulated"} | _PLAIN
 _HEAD = '''\
@@ -537,6 +612,7 @@ _HEAD = '''\
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import random
@@ -575,6 +651,16 @@ def variable(name, shape):
     return keras.Variable(np.zeros(shape, "float32"), trainable=False, name=name)
 
 
+def logged(step):
+    """Decorate a step."""
+
+{wraps}
+    def around(*args):
+        return step(*args)
+
+    return around
+
+
 class Net(keras.Model):
     """Has a step of its own."""
 
@@ -596,6 +682,7 @@ class Net(keras.Model):
             hidden = self.hidden(x[0]) - tf.reduce_mean(self.hidden(x[1]), 0)
         else:
             hidden = self.hidden(x)
+{draws}
         return self.last(hidden)
 
     def predict_step(self, data):
@@ -618,6 +705,7 @@ class Net(keras.Model):
 {loss}
         return loss, outputs
 
+{decorator}
     def train_step(self, data):
         x, targets = data if isinstance(data, tuple) else (data, data[:, :2])
         first = x[0] if isinstance(x, tuple) else x
@@ -632,6 +720,7 @@ with tf.GradientTape() as tape:
     loss, outputs = self.loss_of(x, targets)
 {update}
 {state}
+{added}
 logs = self.compute_metrics(x, targets, outputs)
 return logs | {{"loss": tf.reduce_mean(loss)}}
 """
@@ -640,7 +729,9 @@ variables = self.trainable_variables
 logs = super().train_step((x, targets))
 outputs = self(x)
 {state}
-return logs | {{m.name: m.result() for m in (self.seen, self.squares)}}
+{added}
+mine = [m for m in self.metrics if m.name in ("seen", "squares", "added")]
+return logs | {{m.name: m.result() for m in mine}}
 """
 _TRAIN = '''
 def train(strategy, folder):
@@ -719,7 +810,7 @@ def drawn(seed: int, **fixed: str) -> dict[str, Any]:
     for name, table in TABLES.items():
         ordinary = next(iter(table))
         usual = few and draw.random() < 0.6
-        chosen = draw.choice([n for n in table if n not in OPEN.get(name, ())])
+        chosen = draw.choice([*table])
         recipe[name] = fixed.get(name, ordinary if usual else chosen)
     more = Random(f"more of recipe {seed}")
     for name, table in MORE.items():
@@ -780,8 +871,9 @@ def source(recipe: dict[str, Any]) -> str:
         guarded = f"tf.cond(\n    {guard},\n    lambda: {_APPLY},\n    lambda: None,\n)"
         update = update.replace(_APPLY, guarded)
     step = (_KERAS_STEP if usual else _STEP).format(
-        update=update, state=chosen["state"].text
+        update=update, state=chosen["state"].text, added=chosen["added"].text
     )
+    more = [chosen[name].more for name in ("state", "added", "draws")]
     head = _HEAD.format(
         title=json.dumps(recipe),
         seed=recipe["seed"],
@@ -789,8 +881,11 @@ def source(recipe: dict[str, Any]) -> str:
         data_more=chosen["data"].more,
         metric_more=chosen["metric"].more,
         state_more=_indented(
-            chosen["state"].more + ("" if usual else chosen["update"].more), 2
+            "".join(more) + ("" if usual else chosen["update"].more), 2
         ),
+        wraps=_indented(chosen["decorator"].more, 1),
+        decorator=_indented(chosen["decorator"].text, 1),
+        draws=_indented(chosen["draws"].text, 2),
         outputs=chosen["outputs"].text,
         loss=_indented(chosen["loss"].text or "loss = 0.0", 2),
         step=_indented(step, 2),

@@ -219,7 +219,6 @@ def few() -> list[dict[str, Any]]:
         (name, choice)
         for name, table in (recipes.TABLES | recipes.MORE).items()
         for choice in table
-        if choice not in recipes.OPEN.get(name, ())
     }
     taken = []
     while missing:
