@@ -545,9 +545,10 @@ class AutoConfig(_Settings):
         allow: what it may choose: "dense", "dgc" and "averaging", any of them. It looks
             at them in this order: where two differ by less than 5%, it takes the first.
         dgc: a DGCConfig; None for a budget of 1/50 of the bytes where the number of
-            steps is known, and for `DGCConfig()` elsewhere. A budget without
-            `total_steps` gets those of the first `fit`. An `exchange` of "auto" becomes
-            what is predicted to be faster.
+            steps is known, and for `DGCConfig()` elsewhere, with `hierarchical="auto"`.
+            A budget without `total_steps` gets those of the first `fit`. An `exchange`
+            of "auto" becomes what is predicted to be faster, a `hierarchical` of "auto"
+            what is measured to be.
         averaging: an AveragingConfig; None for `AveragingConfig()`.
 
     Raises:

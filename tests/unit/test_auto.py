@@ -17,6 +17,7 @@ from loopback import Loopback, outcomes, run_workers
 
 import tf_dgc
 from tf_dgc.config import AutoConfig
+from tf_dgc.exchanges import nodes
 from tf_dgc.prediction import calibration, choices, costs
 from tf_dgc.prediction.choices import Situation
 from tf_dgc.prediction.costs import Measured, Network
@@ -260,6 +261,45 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
             for choice, config in run_workers(2, restore):
                 self.assertEqual(choice, before)
                 self.assertEqual(config.get_config(), before.config)
+
+    @parameterized.parameters((True, True), ("auto", True), ("auto", False))
+    def test_messages_go_between_hosts_where_that_was_asked_or_pays(
+        self, wanted: bool | str, pays: bool
+    ) -> None:
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        config = tf_dgc.DGCConfig(sparsity=0.9, hierarchical=wanted)
+
+        def on_one_host(transport: Loopback) -> None:
+            transport.addresses = ["a:1", "a:2", "b:1"]
+
+        def save(transport: Loopback) -> Any:
+            on_one_host(transport)
+            strategy = tf_dgc.AutoStrategy(("dgc",), dgc=config, transport=transport)
+            model = fitted(strategy)
+            strategy.save_state(folder, model)
+            return strategy.choice, strategy.mesh.voices.size, model.get_weights()
+
+        def restore(transport: Loopback) -> Any:
+            on_one_host(transport)
+            strategy = tf_dgc.AutoStrategy(("dgc",), dgc=config, transport=transport)
+            strategy.restore_state(folder)
+            return strategy.choice, strategy.mesh.voices.size
+
+        def told(transport: Loopback) -> Any:
+            on_one_host(transport)
+            settled = dataclasses.replace(config, hierarchical=pays)
+            return trained(tf_dgc.DGCStrategy(settled, transport=transport))
+
+        with measured(SLOW), mock.patch.object(nodes, "_pays", return_value=pays):
+            found = run_workers(3, save)
+        for (choice, voices, weights), expected in zip(
+            found, run_workers(3, told), strict=True
+        ):
+            self.assertEqual((voices, choice.config["hierarchical"]), (3 - pays, pays))
+            self.assertAllEqual(weights[0], expected[0])
+        with mock.patch.object(nodes, "_pays", side_effect=AssertionError):
+            for restored in run_workers(3, restore):
+                self.assertEqual(restored, found[0][:2])
 
     @pytest.mark.slow
     def test_a_state_of_another_choice_is_refused_after_a_step(self) -> None:

@@ -59,7 +59,12 @@ def chosen(among: Transport, wanted: bool | str, config: DGCConfig | None) -> Tr
             why = "Workers come and go" if elastic and several else _layout(hosts)
             _logger.info("%s: each worker sends a message of its own", why)
         return among
-    found = HierarchicalTransport(among, hosts)
+    try:
+        found = HierarchicalTransport(among, hosts)
+    except ValueError:  # there are no groups
+        if wanted == "auto":
+            return among
+        raise
     if wanted == "auto" and not _pays(found, config):
         return among
     if told:

@@ -62,9 +62,14 @@ class WaitingStates:
         """Tell whether any were restored."""
         return bool(self._parts)
 
+    @property
+    def are_left(self) -> bool:
+        """Tell whether any of them still wait."""
+        return any(records for records, _ in self._parts)
+
     def require_none(self) -> None:
         """Raise ValueError where any of them still wait."""
-        if any(records for records, _ in self._parts):
+        if self.are_left:
             raise ValueError(
                 "What was restored is taken over in the first step of its optimizer; "
                 "flush after that"
@@ -130,8 +135,9 @@ class OpenExchanges:
         self._clock = Clock()
         self._interval = replicas.default_interval()
 
-    def decide(self, make: Make) -> None:
-        """Let exchanges be made by another maker, before there is any."""
+    def decide(self, transport: Transport, make: Make) -> None:
+        """Let exchanges be over these workers, by this maker, before there is any."""
+        self.transport = transport
         self._make, self.lockstep = make, make.lockstep
 
     @property
@@ -144,6 +150,10 @@ class OpenExchanges:
         self._exchanges.clear()
         self.opened, self.newest = 0, None
         self._waiting.put(kept)
+
+    def begins_with(self, owner: object) -> bool:
+        """Tell whether an owner has no exchange yet, and no state waits for it."""
+        return owner not in self._exchanges and not self._waiting.are_left
 
     def knows(self, owner: object, variables: Sequence[Any]) -> bool:
         """Tell whether an owner's variables have an exchange."""

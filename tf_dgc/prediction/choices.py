@@ -61,13 +61,14 @@ def compression(config: DGCConfig | None, situation: Situation) -> DGCConfig:
     """
     tensors, workers, steps, *_ = situation
     if config is None:
+        usual = DGCConfig(hierarchical="auto")
         if steps is None:
-            return DGCConfig()
-        wanted = DGCConfig(ratio=RATIO, total_steps=steps)
+            return usual
+        wanted = DGCConfig(ratio=RATIO, total_steps=steps, hierarchical="auto")
         try:
             return compression(wanted, situation)
         except ValueError:  # such as for its biases
-            return DGCConfig()
+            return usual
     if config.has_budget and config.total_steps is None:
         config = dataclasses.replace(config, total_steps=steps)
     settings = config

@@ -50,7 +50,8 @@ class AutoStrategy(BaseStrategy):
         Args:
             allow: what may be chosen: "dense", "dgc", "averaging".
             dgc: settings of DGC; by default a budget of 1/50 of the bytes, with a
-                warm-up, where `fit` knows its number of steps, else `DGCConfig()`.
+                warm-up, where `fit` knows its number of steps, else those of
+                `DGCConfig()`; in both with `hierarchical="auto"`.
             averaging: settings of averaging; by default `AveragingConfig()`.
             transport: see `tf_dgc.transports.resolve`.
 

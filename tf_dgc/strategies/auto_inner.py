@@ -1,5 +1,6 @@
 """Inside of AutoStrategy: measures and chooses before the first step."""
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, bands, optimizers
 from tf_dgc.config import AutoConfig, AveragingConfig, DGCConfig
-from tf_dgc.exchanges import Averaging, EachStep
+from tf_dgc.exchanges import Averaging, EachStep, nodes
 from tf_dgc.exchanges.inplace import unseen
 from tf_dgc.exchanges.records import Record
 from tf_dgc.prediction import calibration, choices, costs
@@ -20,6 +21,7 @@ from tf_dgc.strategies.averaging_inner import AveragingInner
 from tf_dgc.strategies.core import Core
 from tf_dgc.strategies.inner import Inner
 from tf_dgc.transports import Transport
+from tf_dgc.transports.mesh import HierarchicalTransport
 
 _logger = logging.getLogger("tf_dgc")
 
@@ -128,12 +130,12 @@ class AutoInner(Inner):
         has_owners = kind.all_to_all is not Transport.all_to_all
         situation = Situation(tensors, transport.size, steps, why_not_dgc, has_owners)
         own = choices.choose(wanted, situation, network, measure)
-        self._take(choices.of_chief(transport, own))
         if transport.rank == 0:
             _logger.info("AutoStrategy takes %s: %s", own.strategy, own.reason)
+        self._take(choices.of_chief(transport, own))
 
     def _take(self, choice: Choice) -> None:
-        """Become what was chosen.
+        """Become what was chosen; all workers call this.
 
         Raises:
             ValueError: another choice was made, and trained with.
@@ -155,7 +157,12 @@ class AutoInner(Inner):
             core.decide(rounds, unseen(lambda: Averaging(rounds)))
         elif choice.strategy == "dgc":
             config = DGCConfig.from_config(choice.config)
-            core.decide(config, EachStep(config))
+            args = core.mesh.voices, config.hierarchical, config
+            voices = unseen(lambda: nodes.chosen(*args))
+            by_nodes = isinstance(voices, HierarchicalTransport)
+            config = dataclasses.replace(config, hierarchical=by_nodes)
+            self.choice = choice._replace(config=config.get_config())
+            core.decide(config, EachStep(config), voices)
         else:
             core.decide(None, EachStep(None))
         self.__class__ = AveragingAutoInner if averages else AutoInner

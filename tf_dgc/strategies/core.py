@@ -82,10 +82,23 @@ class Core:
         """Tell whether workers that take a step together are all, and not a site's."""
         return self.mesh.together is self.transport
 
-    def decide(self, config: DGCConfig | AveragingConfig | None, make: Make) -> None:
-        """Take other settings and exchanges, before the first step."""
+    def decide(
+        self,
+        config: DGCConfig | AveragingConfig | None,
+        make: Make,
+        voices: Transport | None = None,
+    ) -> None:
+        """Take other settings and exchanges, before the first step.
+
+        Args:
+            config: the settings; None for whole gradients.
+            make: of exchanges.
+            voices: between whom messages go; None for those of now.
+        """
         self.config, self.make = config, make
-        self.ledger.decide(make)
+        if voices is not None:
+            self.mesh = self.mesh._replace(voices=voices)
+        self.ledger.decide(self.mesh.voices, make)
         if self.share is not None:
             self.share.decide(*self.kinds_of_steps())
 
