@@ -4,10 +4,13 @@ import ast
 import inspect
 import pathlib
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from loopback import in_scopes
+from tensorflow.python.autograph.impl import api
 
 import tf_dgc
 from tf_dgc import _host
@@ -105,3 +108,46 @@ class PatchesTest(tf.test.TestCase):
 
 if __name__ == "__main__":
     tf.test.main()
+
+
+class ConversionTest(tf.test.TestCase):
+    def test_autograph_converts_functions_of_scripts_and_none_of_the_package(
+        self,
+    ) -> None:
+        converted: list[str] = []
+        convert = api._convert_actual
+
+        def noted(function: Any, context: Any) -> Any:
+            converted.append(function.__module__)
+            return convert(function, context)
+
+        def train(strategy: Any) -> list[float]:
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build(model.trainable_variables)
+            rows = tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x, y))
+            shared = strategy.experimental_distribute_dataset(rows.batch(8))
+
+            def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((model(x) - y) ** 2)
+                    if tf.shape(x)[0] < 0:  # which needs a conversion
+                        loss = 2.0 * loss
+                gradients = tape.gradient(loss, model.trainable_variables)
+                gradients, _ = tf.clip_by_global_norm(gradients, 1e3)
+                pairs = zip(gradients, model.trainable_variables, strict=True)
+                optimizer.apply_gradients(pairs)
+                return loss
+
+            @tf.function
+            def run(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+                loss = strategy.run(step, args=(x, y))
+                return strategy.reduce("SUM", loss, axis=None)
+
+            return [float(run(x, y)) for x, y in shared]
+
+        with mock.patch.object(api, "_convert_actual", noted):
+            first, second = in_scopes(2, train)
+        self.assertAllEqual(first, second)
+        self.assertIn(__name__, converted)
+        self.assertEmpty([name for name in converted if name.startswith("tf_dgc")])

@@ -21,6 +21,7 @@ with probe.imports():
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
     from keras.src.trainers.epoch_iterator import EpochIterator
     from keras.src.utils import file_utils, io_utils
+    from tensorflow.python.autograph.impl import conversion
     from tensorflow.python.checkpoint import checkpoint, checkpoint_management
     from tensorflow.python.data.ops import batch_op, interleave_op, map_op, readers
     from tensorflow.python.data.util import random_seed as data_random_seed
@@ -55,6 +56,7 @@ DRAWING = {
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
     return [
+        (conversion, "is_unsupported"),
         (checkpoint, "TrackableSaver"),
         (checkpoint_management, "update_checkpoint_state_internal"),
         (checkpoint_management, "_delete_file_if_exists"),
@@ -96,6 +98,9 @@ probe.check(wanted())
 # keras/src/backend. What stands without a comment is public.
 PLACES: dict[str, tuple[Any, str]] = {
     **DRAWING,
+    # tensorflow/python/autograph/impl/conversion.py: is_unsupported(function), of which
+    # AutoGraph runs functions as they are.
+    "conversion": (conversion, "is_unsupported"),
     # tensorflow/python/data/ops: constructors, with `deterministic`, or `sloppy`.
     "interleave": (interleave_op._ParallelInterleaveDataset, "__init__"),
     "map": (map_op._ParallelMapDataset, "__init__"),

@@ -19,6 +19,8 @@ with probe.imports():
 
 _ANSWER_SECONDS = 5.0  # of TensorFlow's coordination service
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
+
 
 def wanted() -> list[tuple[Any, str]]:
     """Return the private names, with the object or class that must have each."""
@@ -186,6 +188,12 @@ def global_seed() -> int | None:
     tensorflow/python/eager/context.py: global_seed. Nothing public tells.
     """
     return context.global_seed()
+
+
+def runs_as_it_is(original: Callable[[Any], bool], function: Any) -> bool:
+    """Tell AutoGraph that functions of this package need no conversion."""
+    module = getattr(function, "__module__", None) or ""
+    return f"{module}.".startswith(_PACKAGE) or original(function)
 
 
 def outside_of_loops(function: Callable[[], None]) -> Callable[[], None]:

@@ -119,7 +119,6 @@ def own_rows(dataset: tf.data.Dataset, layout: ElementLayout, rank: int) -> Mark
     spec, memory = dataset.element_spec, layout.memory()
     known, targets = _known(dataset)
 
-    @tf.autograph.experimental.do_not_convert
     def taken(*element: Any) -> Any:
         flat = tf.nest.flatten(element)
         mark = witness.of_rows([flat[i] for i in known], targets)
@@ -158,7 +157,6 @@ def _all_rows(
     """Use up each batch in N steps."""
     memory = layout.memory()
 
-    @tf.autograph.experimental.do_not_convert
     def all_rows(*element: Any) -> tf.data.Dataset:
         ranks = tf.data.Dataset.range(size)
         return ranks.map(lambda r: layout.rows_of(element, r, memory))

@@ -56,11 +56,13 @@ class Patch(NamedTuple):
 
 def _scopes() -> list[Patch]:
     again = "scopes stay entered where the default graph is reset"
+    graphs = "AutoGraph need not convert what makes graphs already"
     follow = _host.scopes.get_default_graph
     return [
         Patch("default graph", follow, again),
         Patch("global default graph", follow, again),
         Patch("set strategy", fits.set_strategy, "it is the strategy of new threads"),
+        Patch("conversion", _host.tensorflow.runs_as_it_is, graphs),
     ]
 
 

@@ -86,7 +86,6 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> MarkedRows | Non
     evidence, targets = _evidence(plan, dataset.element_spec)
     parses = any(data_graphs.has_node(each, _parses) for each in plan.maps)
 
-    @tf.autograph.experimental.do_not_convert
     def choose(*parts: Any) -> Any:
         flat = tf.nest.flatten(parts)
         seen = [_as_parsed(flat[i]) if parses else flat[i] for i in evidence]
