@@ -484,6 +484,36 @@ def warnings_about(
     return found
 
 
+def lost_momentum(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[Any],
+    config: DGCConfig | AveragingConfig | DownpourConfig | None,
+) -> list[str]:
+    """Say that SGD goes on without momentum, where it has trained before.
+
+    Args:
+        optimizer: of the user, whose exchange begins.
+        variables: that it trains, of static shapes.
+        config: of the strategy.
+    """
+    if not isinstance(config, DGCConfig) or not config.momentum_correction:
+        return []
+    if not is_plain_sgd(optimizer) or not optimizer.momentum:
+        return []
+    least = config.min_elements
+    compressed = [v for v in variables if arena.is_compressed(v.shape, v.dtype, least)]
+    with tf.init_scope():
+        steps = int(_host.keras.plain(optimizer.iterations).read_value())
+        slots = _host.keras.momentums_of(optimizer, compressed)
+        if not slots or not steps or any(tf.math.count_nonzero(v) for v in slots):
+            return []
+    return [
+        f"{optimizer.name} has taken {steps} steps before, and goes on without their "
+        "momentum: a velocity under compression is each worker's own, and is in no "
+        "saved model. BackupState and `save_state` keep it"
+    ]
+
+
 def warn_of_repeated_rows(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[Any],

@@ -305,6 +305,8 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     found = {}
     for text in options.env:
         name, given, value = text.partition("=")
+        if not name:
+            raise ValueError(f"`--env` must name a variable. Received: --env {text}")
         if not given and name not in os.environ:
             raise ValueError(f"`--env` must name a variable that is set: {name}")
         found[name] = value if given else os.environ[name]
@@ -324,7 +326,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     for name in ("pause", "timeout", "grace", "silence"):
         value = getattr(options, name)
-        if value is not None and not 0 <= value < float("inf"):
+        least = name == "timeout" and value == 0  # which would end at once
+        if value is not None and (least or not 0 <= value < float("inf")):
             raise ValueError(
                 f"`--{name}` must be a number of seconds. Received: --{name} {value}"
             )
@@ -345,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment, tasks = _environment(options), _tasks(options, places)
         if options.output == "all":
             environment = {"TF_DGC_TRACES": "all"} | environment
-        quiet = workers.QUIET not in {**os.environ, **environment}
+        quiet = {**os.environ, **environment}.get(workers.QUIET, "3") == "3"
         terminal = terminals.of_this_process()
         if options.check:
             view: screen.View = screen.Chief(terminal, quiet=quiet, bare=True)

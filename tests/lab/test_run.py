@@ -221,6 +221,8 @@ sys.exit(run.main(["-n", "2", {script!r}]))
                 ["-n", "1", "--grace", "nan", "x.py"],
                 "`--grace` must be a number",
             ),
+            (["-n", "1", "--timeout", "0", "x.py"], "`--timeout` must be a number"),
+            (["-n", "1", "--env", "=x", "x.py"], "must name a variable. Received: --e"),
             (["-n", "1", "--ssh", "", "x.py"], "`--ssh` must be a command"),
             (["-n", "1", "--env", "NOT_THERE", "x.py"], "must name a variable that is"),
             (["-n", "1", "--strategy", "x", "x.py"], "invalid choice: 'x'"),

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import logging
 import os
 import sys
 from typing import Any
@@ -214,6 +215,41 @@ class StrategyTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(loaded.optimizer.get_config()["momentum"], 0.9)
         self.assertAllEqual(loaded.get_weights()[0], model.get_weights()[0])
         self.assertLen(loaded.optimizer.variables, len(model.optimizer.variables))
+
+
+class LoadedMomentumTest(parameterized.TestCase, tf.test.TestCase):
+    def test_who_goes_on_without_the_momentum_of_before_is_told(self) -> None:
+        folder = self.get_temp_dir()
+
+        def made(strategy: Any, momentum: float = 0.9) -> keras.Model:
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(512)])
+                model.compile(keras.optimizers.SGD(0.1, momentum=momentum), "mse")
+            return model
+
+        def fit(model: keras.Model) -> list[str]:
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                logging.getLogger("tf_dgc").warning("begins")
+                model.fit(np.ones((8, 3)), np.zeros((8, 512)), verbose=0)
+            return [text for text in logs.output if "without their momentum" in text]
+
+        def loaded(strategy: Any, name: str) -> keras.Model:
+            with strategy.scope():
+                return keras.models.load_model(f"{folder}/{name}.keras")
+
+        strategy = tf_dgc.DGCStrategy(transport="local")
+        for name, model in (
+            ("compressed", made(strategy)),
+            ("none", made(strategy, 0.0)),
+            ("plain", made(tf.distribute.get_strategy())),
+        ):
+            self.assertEmpty(fit(model) + fit(model))
+            model.save(f"{folder}/{name}.keras")
+        (told,) = fit(loaded(strategy, "compressed"))
+        self.assertIn("has taken 2 steps before", told)
+        dense = tf_dgc.DenseStrategy(transport="local")
+        for other, name in ((strategy, "none"), (strategy, "plain"), (dense, "plain")):
+            self.assertEmpty(fit(loaded(other, name)))
 
 
 class OverwritingTest(parameterized.TestCase, tf.test.TestCase):

@@ -74,8 +74,6 @@ class Exchanging:
         core, share = self._core, self._core.share
         if share is not None:
             share.conditions.refuse_undecided()
-        workers = core.mesh.replicas
-        core.warn(optimizers.warnings_about(optimizer, workers, core.in_steps))
         for g, variable in pairs:  # some are changed in the exchange itself
             if g is not None:
                 outside.refuse_foreign(core.strategy, variable)
@@ -88,6 +86,10 @@ class Exchanging:
         pairs, own = self._without_parts(optimizer, pairs, whole)
         variables = [v for g, v in pairs if g is not None]
         optimizers.refuse_whole_tensors(optimizer, variables, core.in_steps)
+        workers = core.mesh.replicas
+        core.warn(optimizers.warnings_about(optimizer, workers, core.in_steps))
+        if core.ledger.begins_with(optimizer):
+            core.warn(optimizers.lost_momentum(optimizer, variables, core.in_steps))
         args = optimizer, pairs, learning_rate, update
         with core.exchanged():
             step.synchronised(

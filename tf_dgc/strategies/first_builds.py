@@ -130,9 +130,12 @@ def refuse_stateful(model: Any, batch: Any, size: int) -> None:
     rows: set[Any] = {c.rows for c in slicing.components_of(batch) if c.has_rows}
     names = _keeps_states(model)
     if size > 1 and names and made_for and None not in rows and made_for != rows:
+        begins = f"begin with {min(rows)}, the rows of one of {size} workers"
+        if not min(rows):
+            begins = f"begin with rows of one of {size} workers, and this one has none"
         raise ValueError(
             "A stateful layer keeps states of the rows of its worker: `batch_shape` "
-            f"must begin with {min(rows)}, the rows of one of {size} workers, while "
-            "data stay in batches of all rows. "
+            f"must {begins}, while data stay in batches of all rows, a multiple of "
+            f"{size}. "
             f"Received: batch_shape=({min(made_for)}, ...), layers {names}"
         )

@@ -252,7 +252,7 @@ class AtOnce:
         if moved:
             self._need("to move weights")
         elif kept or any(map(self._uses.reaches, told)):
-            self._need("in metrics, logs and variables")
+            self._need("in metrics, logs or variables")
 
     def _need(self, where: str) -> None:
         """Trace the step again, with gradients of all workers; else name it."""
@@ -265,10 +265,11 @@ class AtOnce:
         self._tell(where)
 
     def _tell(self, where: str) -> None:
-        line = _host.operations.own_line()
+        # What a step leaves is looked at when it has ended.
+        line = "" if "variables" in where else _host.operations.own_line()
         self._say(
-            f"A training step uses gradients{f', at {line},' * bool(line)} {where}, "
-            "otherwise than adding them up and scaling them by what all workers have: "
-            "each worker does so with those of its own rows, which one process may "
-            "compute otherwise"
+            f"A training step uses gradients{f', at {line},' * bool(line)} {where}: "
+            "each worker does so with those of its own rows. Sums and multiples of "
+            "them become those of one process where an optimizer applies them; all "
+            "else may be something else there"
         )
