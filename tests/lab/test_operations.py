@@ -7,6 +7,7 @@ import unittest
 from collections.abc import Iterator
 from unittest import mock
 
+import pytest
 from launch import ROOT
 
 from tf_dgc.transports import schedulers
@@ -49,6 +50,7 @@ class OperationsTest(unittest.TestCase):
             hosts = [address.partition(":")[0] for address in place.addresses]
             self.assertEqual((hosts, place.rank), (expected, index))
 
+    @pytest.mark.long
     def test_every_message_that_is_explained_is_in_the_sources(self) -> None:
         told = list(strings())
         table = rows_of_messages()

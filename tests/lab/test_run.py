@@ -163,6 +163,7 @@ sys.exit(run.main(["-n", "2", {script!r}]))
         _, out, _ = self.run_to_end("-n", "2", *given, script, TWO="2")
         self.assertEqual(out, ["[0] 1=x 2", "[1] 1=x 2"])
 
+    @pytest.mark.long
     def test_a_job_that_fails_is_started_again_as_a_whole(self) -> None:
         script = self.script("""
             attempt = int(os.environ["TF_DGC_ATTEMPT"])
@@ -180,6 +181,7 @@ sys.exit(run.main(["-n", "2", {script!r}]))
         self.assertIn("tf-dgc-run: worker 1 ended with status 137; ending all", err)
         self.assertIn("tf-dgc-run: starting again, 2 of 3", err)
 
+    @pytest.mark.long
     def test_restarts_come_to_an_end(self) -> None:
         script = self.script("print('here'); sys.exit(7)")
         status, out, _ = self.run_to_end("-n", "1", "--restarts", "2", script)

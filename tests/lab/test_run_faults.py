@@ -46,6 +46,7 @@ class OutputTest(Launched):
         )
         return done.returncode, done.stderr.decode()
 
+    @pytest.mark.long
     def test_output_that_cannot_be_written_stops_nothing(self) -> None:
         script = self.script("""
             for _ in range(4000):
@@ -125,6 +126,7 @@ os.execv(sys.executable, [sys.executable, "-m", "tf_dgc.run", *sys.argv[1:]])
 
 
 class StartTest(Launched):
+    @pytest.mark.long
     def test_what_is_not_there_is_not_started_again(self) -> None:
         (self.folder / "closed.py").touch(0o000)
         (self.folder / "no_program").touch(0o600)
@@ -156,6 +158,7 @@ class HostsTest(Launched):
         hosts = ["--hosts", "127.0.0.1:1,127.0.0.2:1", "--ssh", str(self.ssh)]
         return [*hosts, *arguments]
 
+    @pytest.mark.long
     def test_a_host_that_is_away_for_a_while(self) -> None:
         script = self.script("print('attempt', os.environ['TF_DGC_ATTEMPT'])")
         away = pathlib.Path(f"{self.ssh}.127.0.0.2")
@@ -171,6 +174,7 @@ class HostsTest(Launched):
         attempts = ["[0] attempt 1", "[1] attempt 1"]
         self.assertEqual(sorted(out.splitlines()), attempts)
 
+    @pytest.mark.long
     def test_a_host_that_stays_away(self) -> None:
         pathlib.Path(f"{self.ssh}.127.0.0.2").touch()
         status, out, err = self.run_to_end(*self.on_hosts("--restarts", "1", "x.py"))

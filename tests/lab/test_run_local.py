@@ -151,6 +151,7 @@ class EndTest(unittest.TestCase):
         status, _, _ = run(1, PRELUDE + "    os.kill(os.getpid(), signal.SIGKILL)")
         self.assertEqual(status, 137)
 
+    @pytest.mark.long
     def test_one_that_fails_ends_all(self) -> None:
         begin = time.monotonic()
         status, out, _ = run(
@@ -159,10 +160,12 @@ class EndTest(unittest.TestCase):
         self.assertEqual((status, out), (5, ""))
         self.assertLess(time.monotonic() - begin, 15)
 
+    @pytest.mark.long
     def test_one_that_succeeds_ends_none(self) -> None:
         status, out, _ = run(2, PRELUDE + "    time.sleep(rank); print('end')")
         self.assertEqual((status, out), (0, "[0] end\n[1] end\n"))
 
+    @pytest.mark.long
     def test_one_that_ignores_sigterm_is_killed(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder) / "pid"
@@ -226,6 +229,7 @@ class SignalTest(unittest.TestCase):
         lines = [process.stdout.readline() for _ in range(2)]
         return process, [int(line.split()[-1]) for line in lines]
 
+    @pytest.mark.long
     def test_signals_reach_all_workers(self) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             with self.subTest(signal=signum.name):

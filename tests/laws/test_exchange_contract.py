@@ -349,6 +349,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
         self.assertTrue(any(np.any(value) for value in one))
 
     @parameterized.parameters(*SERVED)
+    @pytest.mark.long
     def test_what_was_pushed_and_what_is_kept_back_is_all(self, kind: str) -> None:
         def work(worker: ServedWorker) -> Any:
             steps = [worker.gradients(step) for step in range(3)]
@@ -385,6 +386,7 @@ class ServedContractTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters(*SERVED)
     @pytest.mark.few(1, 3)
+    @pytest.mark.long
     def test_owners_are_apart(self, kind: str) -> None:
         def work(worker: ServedWorker) -> Any:
             owner, variables = worker.another()

@@ -327,6 +327,7 @@ class SentTest(tf.test.TestCase):
         extremes,
         st.integers(0, 2**31),
     )
+    @pytest.mark.long
     def test_what_a_worker_sends_is_never_refused(
         self,
         shapes: list[tuple[int, int]],
@@ -409,6 +410,7 @@ class TamperingTest(parameterized.TestCase, tf.test.TestCase):
 
 
 class HeaderOfRoundTest(tf.test.TestCase):
+    @pytest.mark.long
     def test_is_refused_or_whole(self) -> None:
         own = averaging.write(averaging.RoundHeader(0, 3, 4, 4, 0, 0, 0.5, 0.1)).numpy()
         random, refused, step = np.random.default_rng(0), 0, tf.Variable(0)
@@ -440,6 +442,7 @@ MANIFEST = state_files.manifest_of(0x1A2B, 2, ACCOUNTS)
 
 
 class StateFileTest(tf.test.TestCase):
+    @pytest.mark.long
     def test_is_refused_or_has_the_arrays_of_the_manifest(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         random = np.random.default_rng(0)

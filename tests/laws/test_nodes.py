@@ -307,6 +307,7 @@ class ChosenTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(isinstance(found, HierarchicalTransport), yes)
 
     @parameterized.parameters((1e-2, 8e-3, True), (1e-2, 1e-2, False))
+    @pytest.mark.long
     def test_it_is_chosen_where_it_is_measured_to_be_faster(
         self, flat: float, by_hosts: float, yes: bool
     ) -> None:
@@ -335,6 +336,7 @@ class ChosenTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(logs.output, 1)
         self.assertIn("on several hosts only", logs.output[0])
 
+    @pytest.mark.long
     def test_settings_that_differ_are_told_before_workers_meet(self) -> None:
         def work(transport: Loopback) -> None:
             config = DGCConfig(hierarchical=transport.rank == 1)

@@ -138,6 +138,7 @@ def shapes() -> st.SearchStrategy[Any]:
 class RegionsTest(tf.test.TestCase):
     @quick
     @hypothesis.given(st.integers(0, 40), st.integers(1, 9))
+    @pytest.mark.long
     def test_every_element_has_one_owner_and_goes_back(
         self, blocks: int, workers: int
     ) -> None:
@@ -164,6 +165,7 @@ class RegionsTest(tf.test.TestCase):
 
     @quick
     @hypothesis.given(st.data())
+    @pytest.mark.long
     def test_of_each_owners_part_the_largest_go(self, data: Any) -> None:
         workers = data.draw(st.integers(1, 9))
         elements = 128 * data.draw(st.integers(1, 20))
@@ -186,6 +188,7 @@ class RegionsTest(tf.test.TestCase):
 
     @quick
     @hypothesis.given(st.data())
+    @pytest.mark.long
     def test_what_owners_pass_on_is_brought_in_order(self, data: Any) -> None:
         workers, slots = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
         elements = 128 * data.draw(st.integers(1, 20))

@@ -479,6 +479,7 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "reduce over the others"):
             model.fit(features.batches(), verbose=0)
 
+    @pytest.mark.long
     def test_a_step_that_applies_twice(self) -> None:
         class Twice(keras.Model):
             def __init__(self) -> None:

@@ -21,16 +21,19 @@ EAGER = [name for name in contract.CHECKS if name not in contract.NEEDS_GRAPHS]
 
 class InThisProcess(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*contract.CHECKS)
+    @pytest.mark.long
     def test_local(self, name: str) -> None:
         contract.CHECKS[name](LocalTransport())
 
     @parameterized.product(name=EAGER, workers=[1, 2, 5])
     @pytest.mark.few(24)
+    @pytest.mark.long
     def test_loopback(self, name: str, workers: int) -> None:
         run_workers(workers, contract.CHECKS[name])
 
     @parameterized.product(name=EAGER, workers=[9, 12])
     @pytest.mark.few(5, 14)
+    @pytest.mark.long
     def test_a_grid_over_loopback(self, name: str, workers: int) -> None:
         def work(transport: Transport) -> None:
             contract.CHECKS[name](grid.Grid(transport))

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,7 @@ class BuildTest(tf.test.TestCase):
 
     @steady
     @given(tables, st.integers(0, 2**31))
+    @pytest.mark.long
     def test_bounds_say_where_each_segment_begins_among_positions(
         self, table: list, seed: int
     ) -> None:

@@ -109,6 +109,7 @@ class TakeOverTest(tf.test.TestCase):
         for a, b in zip(one.variables, other.variables, strict=True):
             self.assertAllEqual(a.numpy(), b.numpy())
 
+    @pytest.mark.long
     def test_where_nothing_differs_little_is_sent(self) -> None:
         models = model(), model()
         sent = []
@@ -121,6 +122,7 @@ class TakeOverTest(tf.test.TestCase):
         self.assertEqual(loopback.run_workers(2, work), [([], [])] * 2)
         self.assertEqual(sent, [[16], [16]])
 
+    @pytest.mark.long
     def test_the_value_of_the_chief_is_taken_and_the_variable_named(self) -> None:
         models = model(), model(), model()
         kernel, bias = models[2].get_layer("frozen").get_weights()
@@ -138,6 +140,7 @@ class TakeOverTest(tf.test.TestCase):
         told = compared.warning(["frozen/kernel"] * 10, [2])
         self.assertRegex(told, r"ranks \[2\].*'frozen/kernel', .* and 2 more$")
 
+    @pytest.mark.long
     def test_what_steps_change_on_each_worker_is_taken_without_a_word(self) -> None:
         models = model(), model()
         norm = models[1].get_layer("norm")

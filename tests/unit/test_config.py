@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -303,6 +304,7 @@ class AveragingConfigTest(tf.test.TestCase):
 
     @steady
     @given(averagings)
+    @pytest.mark.long
     def test_get_config_and_from_config_are_inverse(
         self, config: AveragingConfig
     ) -> None:

@@ -276,6 +276,7 @@ class WitnessTest(parameterized.TestCase, tf.test.TestCase):
         dataset = tf.data.Dataset.from_tensor_slices((x, y))
         return (dataset if augment is None else dataset.map(augment, 2)).batch(4)
 
+    @pytest.mark.long
     def test_the_component_that_differs_is_named_in_whatever_batch(self) -> None:
         x = np.arange(8.0)
         self.assertEqual(self.refused(lambda rank: self.batches(x, x)), "")
@@ -299,6 +300,7 @@ class WitnessTest(parameterized.TestCase, tf.test.TestCase):
         make = lambda rank: self.batches(np.roll(x, rank), np.zeros(8))  # noqa: E731
         self.assertIn("different data", self.refused(make))
 
+    @pytest.mark.long
     def test_features_stand_in_any_order_in_a_record(self) -> None:
         def record(number: float, turned: bool) -> bytes:
             value = tf.train.FloatList(value=[number])
@@ -370,6 +372,7 @@ class WitnessTest(parameterized.TestCase, tf.test.TestCase):
         make = lambda rank: self.batches(x[:: 1 - 2 * rank], 0 * x, augment)  # noqa: E731
         self.assertIn("before `Dataset.map`", self.refused(make))
 
+    @pytest.mark.long
     def test_noise_of_python_code_in_inputs_is_taken_beside_targets(self) -> None:
         def make(rank: int, other: int = 0) -> tf.data.Dataset:
             def rows() -> Any:
@@ -389,6 +392,7 @@ class WitnessTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertIn("different data", self.refused(make))
 
+    @pytest.mark.long
     def test_datasets_in_any_order_come_in_one(self) -> None:
         patches.install()
         randomness.share(5)

@@ -477,6 +477,7 @@ class FallTest(parameterized.TestCase, tf.test.TestCase):
             found.append(float(only(ledger).residual.v[-1]))
         return np.array(found)
 
+    @pytest.mark.long
     def test_what_waits_counts_at_the_new_rate(self) -> None:
         rates = [1.0, 1.0, 0.25, 0.25, 1.0, 0.5, 0.0, 0.0, 0.125, 0.1]
         expected = [1, 2, 0.75, 1, 2, 1.5, 1.5, 1.5, 0.5, 0.6]
@@ -485,12 +486,14 @@ class FallTest(parameterized.TestCase, tf.test.TestCase):
         settings = {"sparsity": 0.996, "rate_correction": False}
         self.assertAllClose(self.residuals(rates, settings), expected)
 
+    @pytest.mark.long
     def test_a_step_that_is_left_out_does_not_count(self) -> None:
         rates = [1.0, 1.0, -0.25, 0.25, -1.0, 0.25]  # with NaN where negative
         settings = {"sparsity": 0.996, "nonfinite": "skip"}
         found = self.residuals(rates, settings)
         self.assertAllClose(found, [1, 2, 2, 0.75, 0.75, 1.0])
 
+    @pytest.mark.long
     def test_a_restored_worker_knows_the_last_rate(self) -> None:
         config = DGCConfig(min_elements=0, sparsity=0.99)
         variables, gradient = [tf.Variable(tf.zeros([16, 16]))], tf.ones([16, 16])

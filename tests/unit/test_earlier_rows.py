@@ -62,6 +62,7 @@ class EarlierRowsTest(parameterized.TestCase, tf.test.TestCase):
             )
             self.assertAllEqual(unknown(x)[0], x)
 
+    @pytest.mark.long
     def test_a_part_may_have_no_row_where_others_have(self) -> None:
         earlier = EarlierRows()
 
@@ -87,6 +88,7 @@ class EarlierRowsTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters(list(MADE))
     @pytest.mark.few(1)
+    @pytest.mark.long
     def test_a_model_that_takes_no_zeros_trains_as_on_one_worker(
         self, kind: str
     ) -> None:

@@ -65,6 +65,7 @@ class SharedTest(parameterized.TestCase, tf.test.TestCase):
         ("first", OPEN, 2),
     )
     @pytest.mark.few(3)
+    @pytest.mark.long
     def test_what_rows_share_goes_to_all_workers_whole(
         self, group: str, rows: int | None, size: int
     ) -> None:
@@ -82,6 +83,7 @@ class SharedTest(parameterized.TestCase, tf.test.TestCase):
             for each in part:
                 self.assertLen(parts_of(each)[1], FIXED)
 
+    @pytest.mark.long
     def test_what_was_seen_to_have_other_rows_is_not_divided_by_chance(self) -> None:
         for part in shares(dataset(element(n, FIXED) for n in (8, 5, 8))):
             self.assertEqual([len(parts_of(e)[1]) for e in part], [FIXED] * 3)
@@ -94,6 +96,7 @@ class SharedTest(parameterized.TestCase, tf.test.TestCase):
             list(whole)
 
     @parameterized.parameters("input", "named", "one")
+    @pytest.mark.long
     def test_where_only_one_batch_tells_it_is_refused(self, group: str) -> None:
         whole = data.share_of(dataset([element(8, 5, group)]), 0, 2)
         with self.assertRaisesRegex(
@@ -103,6 +106,7 @@ class SharedTest(parameterized.TestCase, tf.test.TestCase):
             list(whole)
 
     @parameterized.parameters("input", "one", "last")
+    @pytest.mark.long
     def test_where_the_size_of_batches_is_known_it_tells(self, group: str) -> None:
         names = tf.data.Dataset.range(20).batch(8)
 
@@ -122,6 +126,7 @@ class SharedTest(parameterized.TestCase, tf.test.TestCase):
         for part in found:
             self.assertEqual([len(parts_of(e)[1]) for e in part], [7] * 3)
 
+    @pytest.mark.long
     def test_scalars_are_of_all_rows(self) -> None:
         def with_scale(x: Any) -> Any:
             return {"x": x, "scale": tf.constant(3.0)}, x
@@ -221,6 +226,7 @@ class StepTest(tf.test.TestCase):
         batch = (tf.zeros([3, 2]), None, tf.constant(0.5))
         first_builds.refuse_stateful(keras.Sequential(), batch, 2)
 
+    @pytest.mark.long
     def test_shapes_may_be_unknown(self) -> None:
         @tf.function(input_signature=[tf.TensorSpec(None)] * 2)
         def filled(x: tf.Tensor, y: tf.Tensor) -> Any:

@@ -135,6 +135,7 @@ class CrowdedTest(tf.test.TestCase):
         self.assertAllGreater(tenths, 0.25 * expected)
         self.assertLess(sent[:4000].max(), steps / 4)
 
+    @pytest.mark.long
     def test_what_is_over_the_threshold_goes_before_what_equals_it(self) -> None:
         own = Selection(layout_of((100, 100)), 0.99, 1.0)
         tensor = np.ones((100, 100))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import tensorflow as tf
 from loopback import Loopback, outcomes, run_workers
 
@@ -34,6 +35,7 @@ class AgreeTest(tf.test.TestCase):
     def test_one_worker_agrees_with_itself(self) -> None:
         handshake.agree(LocalTransport(), "settings", {"anything": object()})
 
+    @pytest.mark.long
     def test_a_difference_names_the_field_the_ranks_and_the_values(self) -> None:
         self.assert_refused(
             [

@@ -184,6 +184,7 @@ class TrainsAloneTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(model.get_weights()[0], before[0])
 
     @parameterized.parameters(*CALLBACKS)
+    @pytest.mark.long
     def test_one_worker_may_train_alone(self, make: Any) -> None:
         linear().fit(X, Y, verbose=0, callbacks=[make(over=LocalTransport())])
 
@@ -205,6 +206,7 @@ class TrainsAloneTest(parameterized.TestCase, tf.test.TestCase):
         model.fit(X, Y, verbose=0, callbacks=[callback])
 
     @parameterized.parameters(True, False)
+    @pytest.mark.long
     def test_a_step_of_ones_own_that_does_not_is_refused(self, built: bool) -> None:
         class Own(keras.Sequential):
             def train_step(self, batch: Any) -> dict[str, Any]:
@@ -228,6 +230,7 @@ class TrainsAloneTest(parameterized.TestCase, tf.test.TestCase):
         for error in outcomes(2, work):
             self.assertRegex(str(error), "exchanges nothing.*trains alone.*hvd.Distri")
 
+    @pytest.mark.long
     def test_a_loaded_model_is_refused_until_it_is_loaded_by_hvd(self) -> None:
         over = Twins()
         sgd = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -415,6 +418,7 @@ class KeywordsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertAllClose([local, shared], [step, 2.0], 1e-5, 1e-5)
 
     @parameterized.parameters(None, tf_dgc.DGCConfig(sparsity=0.0, min_elements=1))
+    @pytest.mark.long
     def test_an_optimizer_counts_a_step_once_whatever_is_local(
         self, config: Any
     ) -> None:
@@ -460,6 +464,7 @@ class KeywordsTest(parameterized.TestCase, tf.test.TestCase):
         steps = [b - k.numpy() for b, k in zip(before, kernels, strict=True)]
         self.assertAllClose(steps, [[[2.0]]] * 2)
 
+    @pytest.mark.long
     def test_slots_of_own_steps_are_not_those_of_rank_0(self) -> None:
         def work(transport: Loopback) -> tuple[np.ndarray, np.ndarray]:
             config = tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)
@@ -607,6 +612,7 @@ class WarmupTest(parameterized.TestCase, tf.test.TestCase):
             model.fit(X, Y, verbose=0, callbacks=callbacks, **options)
         return found
 
+    @pytest.mark.long
     def test_a_restart_goes_on_where_it_stopped(self) -> None:
         whole = self.rates(hvd.callbacks.LearningRateWarmup(4), linear(), epochs=3)
         self.assertAllClose(whole, [0.0, 0.025, 0.05, 0.075, 0.1, 0.1])

@@ -605,6 +605,7 @@ class MessageFormatTest(tf.test.TestCase):
                         self.assertEqual(form.slots, 0 if dense else slots)
         self.assertEqual(seen, {True, False})
 
+    @pytest.mark.long
     def test_dense_stages_reduce_the_arena(self) -> None:
         def work(transport: Loopback) -> tuple:
             synchronizer = compressing(
@@ -645,6 +646,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
         ]
 
     @parameterized.parameters((np.nan, 0), (np.inf, 1), (-np.inf, 2))
+    @pytest.mark.long
     def test_skip_leaves_the_step_out_on_all_workers(
         self, bad: float, variable: int
     ) -> None:
@@ -757,6 +759,7 @@ class NonfiniteTest(parameterized.TestCase, tf.test.TestCase):
 class StatsTest(tf.test.TestCase):
     SHAPES = ((30, 40), (8, 9), (11,))
 
+    @pytest.mark.long
     def test_counts_the_bytes_of_messages_and_dense_tensors(self) -> None:
         def work(transport: Loopback) -> None:
             synchronizer = compressing(
@@ -830,6 +833,7 @@ class StatsTest(tf.test.TestCase):
             self.assertAllEqual(synchronizer.stats()[:4], [20, 20, 5, 5])
         self.assertAllEqual(synchronizer.stats(total=True)[:4], [136, 136, 34, 34])
 
+    @pytest.mark.long
     def test_nothing_is_counted_twice_by_retracing(self) -> None:
         synchronizer = Ledger(LocalTransport(), Dense)
         variables = variables_of((4,))

@@ -61,6 +61,7 @@ def forget_owners() -> None:
 
 
 class DataTest(parameterized.TestCase):
+    @pytest.mark.long
     def test_validation_takes_all_rows_whoever_has_distributed_the_data(self) -> None:
         x = np.zeros([64, 4], "float32")
         data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(16)
@@ -97,6 +98,7 @@ class CallbacksTest(parameterized.TestCase):
             "TensorBoard must be without `histogram_freq`",
         ),
     )
+    @pytest.mark.long
     def test_what_needs_whole_tables_is_refused_before_training(
         self, callback: Any, text: str
     ) -> None:
@@ -112,6 +114,7 @@ class CallbacksTest(parameterized.TestCase):
             stops = keras.callbacks.EarlyStopping("loss")
             model.fit(x, y, verbose=0, callbacks=[stops])
 
+    @pytest.mark.long
     def test_a_table_that_fit_builds_is_on_the_servers(self) -> None:
         x = np.zeros([8, 1], "int32")
         with local_servers.Job(workers=1) as job:
@@ -414,6 +417,7 @@ class RatesTest(parameterized.TestCase):
             again = linear(job.worker(0), 0.5)
             self.assertEqual(self.rate_after(again), 0.25)
 
+    @pytest.mark.long
     def test_other_settings_that_differ_are_named(self) -> None:
         with local_servers.Job(workers=2) as job:
             schedules = keras.optimizers.schedules

@@ -372,6 +372,7 @@ def of_share(
 class LossesTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(*ALL)
     @pytest.mark.few(12, 24)
+    @pytest.mark.long
     def test_gradients_of_shares_add_up(self, name: str) -> None:
         self.check(name, eager=False)
 

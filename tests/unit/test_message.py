@@ -94,11 +94,13 @@ class RoundTripTest(tf.test.TestCase):
 
     @settings(steady, max_examples=60)
     @given(formats(), st.data())
+    @pytest.mark.long
     def test_unpack_inverts_pack(self, form: Format, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, form.slots), label="count")
         seed = data.draw(st.integers(0, 2**31), label="seed")
         self.assert_round_trip(form, *selection(form, count, seed))
 
+    @pytest.mark.long
     def test_of_empty_single_and_full_selections(self) -> None:
         for dtype in DTYPES:
             for low_bits in (8, 16):
@@ -168,6 +170,7 @@ class RoundTripTest(tf.test.TestCase):
                         ):
                             self.assertEqual(raw(one), raw(other))
 
+    @pytest.mark.long
     def test_in_a_graph_of_unknown_lengths(self) -> None:
         form = packing.make_format(20, 2000, "float16")
 

@@ -57,6 +57,7 @@ class Odd(keras.optimizers.SGD):
 
 class RepeatedRowsTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.named_parameters(("SGD", "SGD", 0), ("Adam", "Adam", 1))
+    @pytest.mark.long
     def test_rows_that_are_added_up_before_a_square_are_told_once(
         self, name: str, warnings: int
     ) -> None:
@@ -183,6 +184,7 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(
         name=[*WHOLE, "Lars"], wrapper=[None, "LossScaleOptimizer", "MultiOptimizer"]
     )
+    @pytest.mark.long
     def test_others_are_refused_before_the_first_step(
         self, name: str, wrapper: str | None
     ) -> None:
@@ -204,6 +206,7 @@ class ElementwiseTest(parameterized.TestCase, tf.test.TestCase):
             fit(model)
         self.assertAllEqual(model.get_weights()[0], before[0])
 
+    @pytest.mark.long
     def test_so_are_they_in_the_other_front_ends(self) -> None:
         lamb = hvd.DistributedOptimizer(
             keras.optimizers.Lamb(), CONFIG, over=LocalTransport()

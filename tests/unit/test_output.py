@@ -7,6 +7,8 @@ import tempfile
 import threading
 import unittest
 
+import pytest
+
 from tf_dgc.launcher import output
 from tf_dgc.launcher.apart import Pauses
 from tf_dgc.launcher.job import EndedEarly
@@ -96,6 +98,7 @@ class StreamTest(unittest.TestCase):
         reader.join(60)
         self.assertEqual(bytes(found), data)
 
+    @pytest.mark.long
     def test_a_note_does_not_wait_for_a_reader(self) -> None:
         _, sink = self.pipe()
         os.set_blocking(sink, False)

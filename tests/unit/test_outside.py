@@ -83,6 +83,7 @@ class OutsideTest(parameterized.TestCase, tf.test.TestCase):
         for found in in_scopes(2, work):
             self.assertAllClose(found, [1.0 - 0.5 * (1.0 + 3.0)])
 
+    @pytest.mark.long
     def test_a_job_that_has_run_no_step_is_told_at_its_end(self) -> None:
         def work(strategy: Any, step: Any) -> None:
             weights = tf.Variable([1.0])

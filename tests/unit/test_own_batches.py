@@ -57,6 +57,7 @@ def values(output: Any) -> list[Any]:
 class PredictTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.product(kind=list(OUTPUTS), rows=[7, 3, 2, 1])
     @pytest.mark.few(6)
+    @pytest.mark.long
     def test_all_rows_come_in_the_order_of_one_process(
         self, kind: str, rows: int
     ) -> None:
@@ -74,6 +75,7 @@ class PredictTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters(list(OUTPUTS))
     @pytest.mark.few(3)
+    @pytest.mark.long
     def test_so_do_those_of_a_graph_that_knows_their_number(self, kind: str) -> None:
         x = np.arange(3 * 4, dtype=np.float32).reshape(3, 2, 2) + 1
         expected = values(OUTPUTS[kind](tf.constant(x)))
@@ -149,6 +151,7 @@ class HandedOverTest(parameterized.TestCase, tf.test.TestCase):
 
     x = np.arange(14, dtype=np.float32).reshape(7, 2)
 
+    @pytest.mark.long
     def test_each_predicts_what_it_hands_over(self) -> None:
         def predicted(strategy: Any) -> Any:
             made, own = model(), self.x[strategy.rank :: 2]

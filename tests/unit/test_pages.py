@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
+
 from tf_dgc import config, run, version
 from tf_dgc.check import command as check
 from tf_dgc.launcher import settings
@@ -412,6 +414,7 @@ class ReferencePages(unittest.TestCase):
         for name in settings.STRATEGIES:
             self.assertIn(f"`{name}`", self.section("tf-dgc-run"))
 
+    @pytest.mark.long
     def test_every_variable_of_the_environment_has_one_row(self) -> None:
         read: set[str] = set()
         for path in PACKAGE.rglob("*.py"):

@@ -404,6 +404,7 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
 
 
 class RoundTest(parameterized.TestCase, tf.test.TestCase):
+    @pytest.mark.long
     def test_statistics_are_averaged_with_the_parameters(self) -> None:
         def work(transport: Loopback) -> list[float]:
             worker = Worker(transport, period=2, averaged=2)
@@ -414,6 +415,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(3, work), [[1.0, 1.0]] * 3)
 
+    @pytest.mark.long
     def test_statistics_are_settled_after_synchronous_steps(self) -> None:
         def work(transport: Loopback) -> Any:
             worker = Worker(
@@ -451,6 +453,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         self.assertNotAllClose(found[0][0][0], start()[0])
 
     @parameterized.parameters({}, {"outer": (0.7, 0.9)})
+    @pytest.mark.long
     def test_a_worker_without_data_gets_what_the_others_learn(
         self, **settings: Any
     ) -> None:
@@ -492,6 +495,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             for one, two in zip(found[0], other, strict=True):
                 np.testing.assert_array_equal(one, two)
 
+    @pytest.mark.long
     def test_weights_loaded_between_trainings_are_where_the_next_begins(self) -> None:
         def work(transport: Loopback) -> list[np.ndarray]:
             worker = Worker(transport, period=2, outer=(0.5, 0.0))
@@ -505,6 +509,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         for found in run_workers(2, work):
             self.assertAllGreater(found[0], 50.0)
 
+    @pytest.mark.long
     def test_statistics_that_changed_without_a_step_are_settled(self) -> None:
         def work(transport: Loopback) -> tuple[float, float]:
             worker = Worker(transport, period=1, averaged=1)
@@ -517,6 +522,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(3, work), [(3.0, 0.0)] * 3)
 
+    @pytest.mark.long
     def test_workers_meet_though_an_owner_is_gone_on_some(self) -> None:
         def work(transport: Loopback) -> list[Any]:
             worker = Worker(transport, period=2)
@@ -529,6 +535,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(3, work), [[]] * 3)
 
+    @pytest.mark.long
     def test_two_optimizers_need_as_many_steps_on_every_worker(self) -> None:
         def work(transport: Loopback) -> None:
             one = Worker(transport, period=2)
@@ -550,6 +557,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
             self.assertIn("round of the same optimizer", str(outcome))
 
+    @pytest.mark.long
     def test_an_optimizer_of_the_past_is_left_alone(self) -> None:
         def work(transport: Loopback) -> int:
             worker = Worker(transport, period=2)
@@ -565,6 +573,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         self.assertEqual(run_workers(2, work), [2, 2])
 
+    @pytest.mark.long
     def test_settling_twice_changes_and_sends_nothing(self) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=4, outer=(0.7, 0.9))
@@ -581,6 +590,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
         run_workers(2, work)
 
+    @pytest.mark.long
     def test_the_period_adapts_alike_everywhere(self) -> None:
         def work(transport: Loopback) -> list[int]:
             settings = {"period": "adaptive", "min_period": 2, "max_period": 4}
@@ -598,6 +608,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
         self.assertEqual(run_workers(2, work), [expected] * 2)
 
     @parameterized.parameters(np.nan, np.inf)
+    @pytest.mark.long
     def test_what_is_not_finite_stops_all_workers(self, value: float) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=3)
@@ -610,6 +621,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
             self.assertRegex(str(outcome), r"Rank, step and variable:(.|\n)*1(.|\n)*3")
 
+    @pytest.mark.long
     def test_workers_in_different_rounds_stop(self) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=2)
@@ -621,6 +633,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
             self.assertIsInstance(outcome, tf.errors.InvalidArgumentError)
             self.assertIn("not in the same round of the same", str(outcome))
 
+    @pytest.mark.long
     def test_workers_with_different_statistics_stop_at_the_first_step(self) -> None:
         def work(transport: Loopback) -> None:
             Worker(transport, averaged=1 + transport.rank).step()
@@ -631,6 +644,7 @@ class RoundTest(parameterized.TestCase, tf.test.TestCase):
 
 
 class FiguresTest(parameterized.TestCase, tf.test.TestCase):
+    @pytest.mark.long
     def test_bytes_are_those_handed_to_the_transport(self) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=2, averaged=1)
@@ -648,6 +662,7 @@ class FiguresTest(parameterized.TestCase, tf.test.TestCase):
 
         run_workers(2, work)
 
+    @pytest.mark.long
     def test_one_reduction_carries_a_round(self) -> None:
         def work(transport: Loopback) -> None:
             worker = Worker(transport, period=1, averaged=3)
@@ -676,6 +691,7 @@ class FiguresTest(parameterized.TestCase, tf.test.TestCase):
 
         run_workers(2, work)
 
+    @pytest.mark.long
     def test_the_distance_is_that_to_the_average(self) -> None:
         def work(transport: Loopback) -> tuple[float, list[np.ndarray]]:
             worker = Worker(transport, period=3)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from loopback import in_scopes
 from tensorflow.python.autograph.impl import api
@@ -44,6 +45,7 @@ class PatchesTest(tf.test.TestCase):
         patches.remove()
         self.addCleanup(patches.install)  # for strategies of other tests
 
+    @pytest.mark.long
     def test_removed_they_leave_keras_and_tensorflow_as_they_were(self) -> None:
         before = now()
         for (owner, name), value in before.items():
@@ -89,6 +91,7 @@ class PatchesTest(tf.test.TestCase):
         for patch in patches.PATCHES:
             self.assertGreater(len(patch.reason.split()), 2, patch)
 
+    @pytest.mark.long
     def test_no_other_module_replaces_anything(self) -> None:
         for path in ROOT.rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()

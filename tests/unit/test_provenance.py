@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from loopback import Loopback, run_workers
@@ -145,6 +146,7 @@ class ChanceTest(parameterized.TestCase):
             ),
         ),
     )
+    @pytest.mark.long
     def test_without_a_seed_it_is_told(self, change: Any) -> None:
         data = change(pairs()).map(noisy).batch(4)
         self.assertTrue(provenance.decided_by_chance(data))

@@ -73,6 +73,7 @@ class PushedTest(tf.test.TestCase):
                     self.assertAllEqual(steps[i], m + g if nesterov else m)
         return count
 
+    @pytest.mark.long
     def test_the_chief_goes_on_with_momentum_of_before(self) -> None:
         random = np.random.default_rng(5)
         for nesterov in (False, True):
@@ -101,6 +102,7 @@ class PushedTest(tf.test.TestCase):
                 self.assertAllLessEqual(count, 165)
                 self.assertAllGreater(count, 120)
 
+    @pytest.mark.long
     def test_a_warm_up_goes_from_everything_to_the_largest(self) -> None:
         settings = {"warmup_steps": 6, "warmup_stages": (0.1, 0.5, 0.8)}
         count = self.check_steps(False, True, sparsity=0.95, **settings)
@@ -154,6 +156,7 @@ class PushedTest(tf.test.TestCase):
         self.assertAllEqual(steps[2], local[2])
         self.assertGreater(tf.size(chosen.positions), 100)
 
+    @pytest.mark.long
     def test_the_optimizer_is_called_where_all_is_compressed(self) -> None:
         variables = [tf.Variable(tf.zeros([20, 10]))]
         momentum = dgc.Momentum(0.0, False, 1.0)

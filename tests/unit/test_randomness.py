@@ -11,6 +11,7 @@ from unittest import mock
 import keras
 import loopback
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -83,6 +84,7 @@ class OrderTest(Unseeded):
     @parameterized.parameters(
         shuffled, sampled, arrays, batches_of_arrays, py_dataset, nested
     )
+    @pytest.mark.long
     def test_workers_read_in_the_same_order(self, make: Any) -> None:
         found = []
         for _ in range(2):
@@ -110,6 +112,7 @@ class OrderTest(Unseeded):
                 self.assertEqual(batch, list(range(start, min(start + 5, ROWS))))
 
     @parameterized.parameters(shuffled, arrays, batches_of_arrays, py_dataset)
+    @pytest.mark.long
     def test_iterators_that_are_given_up_do_not_part_workers(self, make: Any) -> None:
         found = []
         for taken in (1, 2):

@@ -6,6 +6,7 @@ from unittest import mock
 
 import loopback
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import given, settings
@@ -33,6 +34,7 @@ class ChecksumsTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllEqual(once, again)
 
     @parameterized.parameters(*(d for d in DTYPES if d != tf.bool))
+    @pytest.mark.long
     def test_every_single_bit_counts(self, dtype: tf.DType) -> None:
         x = tf.cast(tf.random.stateless_normal([3, 2], [1, 2]) * 9, dtype)
         (sum_of_x,) = replicas.checksums([x]).numpy()
@@ -42,6 +44,7 @@ class ChecksumsTest(parameterized.TestCase, tf.test.TestCase):
 
     @settings(deadline=None)
     @given(st.data())
+    @pytest.mark.long
     def test_two_signs_or_two_neighbours_do_not_cancel_out(
         self, data: st.DataObject
     ) -> None:
@@ -88,6 +91,7 @@ class RoundingTest(parameterized.TestCase, tf.test.TestCase):
         return loopback.run_workers(2, work)
 
     @parameterized.parameters(tf.float32, tf.float64, tf.float16, tf.bfloat16)
+    @pytest.mark.long
     def test_what_differs_by_rounding_is_that_of_rank_0(self, dtype: tf.DType) -> None:
         x = tf.cast(tf.random.stateless_normal([5, 7], [1, 2]), dtype)
         unit = {tf.float16: 2**-9, tf.bfloat16: 2**-6, tf.float64: 2**-50}
@@ -104,6 +108,7 @@ class RoundingTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         (1.0, 1.001), (1.0, float("nan")), (3, 4), (0.0, 1e-6), (True, False)
     )
+    @pytest.mark.long
     def test_what_differs_by_more_stops_all(self, one: Any, other: Any) -> None:
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drifted apart"):
             self.compared((tf.ones([3]), tf.ones([3])), (one, other))

@@ -60,6 +60,7 @@ class OutsideTest(tf.test.TestCase):
             np.testing.assert_array_equal(one, two)
         self.assertFalse(own.extended.used)
 
+    @pytest.mark.long
     def test_beside_others_a_model_outside_is_trained_and_told_once(self) -> None:
         own = first_of_two()
         own.extended.used = True
@@ -88,6 +89,7 @@ class OutsideTest(tf.test.TestCase):
             model.predict(X, verbose=0)
         self.assertFalse(own.extended.used)
 
+    @pytest.mark.long
     def test_one_worker_may_train_outside(self) -> None:
         own = tf_dgc.DenseStrategy(transport="local")
         with self.assertNoLogs("tf_dgc", "WARNING"):
@@ -105,6 +107,7 @@ class OutsideTest(tf.test.TestCase):
         ):
             model.fit(X, Y, verbose=0)
 
+    @pytest.mark.long
     def test_a_strategy_that_was_set_for_all_is_a_scope(self) -> None:
         own = tf_dgc.DenseStrategy(transport="local")
         tf.distribute.experimental_set_strategy(own)

@@ -14,6 +14,7 @@ from unittest import mock
 import features
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as draw
@@ -64,6 +65,7 @@ class StaysTest(tf.test.TestCase):
         variable = tf.Variable(1.0)
         self.assertIsNone(_host.keras.strategy_of(variable))
 
+    @pytest.mark.long
     def test_what_was_set_stays(self) -> None:
         tf.distribute.experimental_set_strategy(self.own)
         keras.utils.clear_session()
@@ -72,6 +74,7 @@ class StaysTest(tf.test.TestCase):
         tf.distribute.experimental_set_strategy(None)
         self.assertFalse(in_thread(tf.distribute.has_strategy))
 
+    @pytest.mark.long
     def test_a_scope_stays_until_its_end(self) -> None:
         with self.own.scope() as found:
             self.assertIs(found, self.own)
@@ -100,6 +103,7 @@ class StaysTest(tf.test.TestCase):
             self.assertIs(tf.distribute.get_strategy(), self.own)
         self.assertFalse(tf.distribute.has_strategy())
 
+    @pytest.mark.long
     def test_models_go_on_that_were_made_before(self) -> None:
         tf.distribute.experimental_set_strategy(self.own)
         model = features.mlp()
@@ -109,6 +113,7 @@ class StaysTest(tf.test.TestCase):
         copy = in_thread(lambda: keras.models.clone_model(model))
         self.assertIs(_host.keras.strategy_of(copy), self.own)
 
+    @pytest.mark.long
     def test_a_callback_may_clear(self) -> None:
         tf.distribute.experimental_set_strategy(self.own)
         clear = keras.callbacks.LambdaCallback(

@@ -103,6 +103,7 @@ class ExactSelectionTest(tf.test.TestCase):
 
     @settings(steady, max_examples=50)
     @given(tables, sparsities, st.integers(0, 2**31))
+    @pytest.mark.long
     def test_selection_is_the_top_k_of_each_tensor(
         self, table: list, sparsity: float, seed: int
     ) -> None:
@@ -191,6 +192,7 @@ class CrowdedSelectionTest(tf.test.TestCase):
 
     @settings(steady, max_examples=50)
     @given(tables, st.floats(0.01, 0.99), st.integers(0, 2**31))
+    @pytest.mark.long
     def test_each_tensor_sends_its_own_before_any_takes_what_is_left(
         self, table: list, share: float, seed: int
     ) -> None:
@@ -251,6 +253,7 @@ class CrowdedSelectionTest(tf.test.TestCase):
         distance = np.abs(positions / layout.size - np.arange(2000) / 2000).max()
         self.assertLess(distance, 2.2 / np.sqrt(2000))
 
+    @pytest.mark.long
     def test_tensors_with_one_slot_are_kept_as_often_as_others(self) -> None:
         layout = layout_of((1000, 2000), *[(32, 32)] * 10)
         slots = sum(sparsify.slots_per_segment(layout, 0.999))
@@ -307,6 +310,7 @@ class SampledThresholdsTest(tf.test.TestCase):
             np.mean(ratios, axis=0), 1 - 5 * mean_deviation, 1 + 5 * mean_deviation
         )
 
+    @pytest.mark.long
     def test_about_as_many_pass_as_there_are_slots(self) -> None:
         layout = layout_of((1024, 1000), (300, 1700))
         arena = arena_of(layout, normal(layout, 9, [1.0, 1e-6]))
@@ -314,6 +318,7 @@ class SampledThresholdsTest(tf.test.TestCase):
             with self.subTest(sparsity=sparsity):
                 self.assert_near(layout, arena, sparsity)
 
+    @pytest.mark.long
     def test_the_distribution_does_not_matter(self) -> None:
         layout = layout_of((1024, 1000))
         random = np.random.default_rng(10)
@@ -325,6 +330,7 @@ class SampledThresholdsTest(tf.test.TestCase):
             with self.subTest(name):
                 self.assert_near(layout, arena_of(layout, [tensor]), 0.999)
 
+    @pytest.mark.long
     def test_rows_of_a_common_length_do_not_fool_the_sample(self) -> None:
         random = np.random.default_rng(11)
         for length in (96, 100, 128, 1000):
@@ -366,6 +372,7 @@ class SampledThresholdsTest(tf.test.TestCase):
         positions = selected(layout, arena_of(layout, [tensor]), 0.999, fraction=0.01)
         self.assertAllEqual(positions, np.flatnonzero(tensor))
 
+    @pytest.mark.long
     def test_any_sparsity_has_a_threshold_at_any_step(self) -> None:
         layout = layout_of((128, 100))
         arena = arena_of(layout, normal(layout, 14))
@@ -376,6 +383,7 @@ class SampledThresholdsTest(tf.test.TestCase):
                 )
                 self.assertAllGreater(found, 0.0)
 
+    @pytest.mark.long
     def test_in_a_graph_as_eagerly(self) -> None:
         layout = layout_of((512, 500), (20, 20))
         arena = arena_of(layout, normal(layout, 15))

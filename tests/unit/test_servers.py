@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +59,7 @@ class ShardsTest(tf.test.TestCase):
 
 
 class ShareTest(tf.test.TestCase):
+    @pytest.mark.long
     def test_workers_share_all_rows_and_get_no_empty_batch(self) -> None:
         for rows, batch in ((13, 5), (7, 3), (2, 4)):
             found: list[int] = []

@@ -10,6 +10,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -85,6 +86,7 @@ class SharedPathTest(parameterized.TestCase, tf.test.TestCase):
             self.assertEqual(list(self.rows(path)), [0, 1, 2])
 
     @parameterized.parameters("method", "function")
+    @pytest.mark.long
     def test_a_folder_of_a_model_is_whole_at_any_time(self, how: str) -> None:
         self.as_worker(0)
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

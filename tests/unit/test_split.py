@@ -174,6 +174,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters(*PROVABLE)
     @pytest.mark.few(7, 14)
+    @pytest.mark.long
     def test_rows_are_those_of_global_batches_in_every_epoch(self, name: str) -> None:
         def made() -> tf.data.Dataset:
             tf.random.set_seed(3)  # the same orders each time
@@ -222,6 +223,7 @@ class ShareOfTest(parameterized.TestCase, tf.test.TestCase):
             self.assertCountEqual(made, own)
             self.assertLen(made, 24 // size)
 
+    @pytest.mark.long
     def test_a_second_fit_goes_on_where_the_first_ended(self) -> None:
         tf.random.set_seed(3)
         whole = rows().map(double).shuffle(13).batch(4)
@@ -272,6 +274,7 @@ class EvidenceTest(parameterized.TestCase, tf.test.TestCase):
         paths = [f"{folder}/{c}/{n}.png" for n, c in zip(names, classes, strict=True)]
         return tf.data.Dataset.from_tensor_slices(paths)
 
+    @pytest.mark.long
     def test_inputs_and_targets_of_all_rows_count(self) -> None:
         def made(x: Any, y: Any) -> list[float]:
             dataset = tf.data.Dataset.from_tensor_slices((x, y))
@@ -281,6 +284,7 @@ class EvidenceTest(parameterized.TestCase, tf.test.TestCase):
         self.assertNotEqual(made(X, Y), made(X[::-1], Y))
         self.assertNotEqual(made(X, Y), made(X, Y + 7))
 
+    @pytest.mark.long
     def test_folders_of_a_machine_do_not_count(self) -> None:
         def parsed(path: tf.Tensor) -> Any:
             parts = tf.strings.split(path, "/")
@@ -293,6 +297,7 @@ class EvidenceTest(parameterized.TestCase, tf.test.TestCase):
         self.assertNotEqual(made("/here", "123", "aab"), made("/here", "123", "aba"))
         self.assertNotEqual(made("/here", "123", "aab"), made("/here", "321", "aab"))
 
+    @pytest.mark.long
     def test_of_files_without_targets_no_folder_counts(self) -> None:
         def made(*files: str) -> list[float]:
             return self.mark(self.files(*files).map(tf.strings.length).batch(4))

@@ -277,6 +277,7 @@ class OverwritingTest(parameterized.TestCase, tf.test.TestCase):
         return weights.numpy()
 
     @parameterized.parameters("dense", "dgc", "averaging")
+    @pytest.mark.long
     def test_weights_are_overwritten_as_on_one_worker(self, name: str) -> None:
         def strategy_of(transport: Any) -> Any:
             everything = tf_dgc.DGCConfig(
@@ -528,6 +529,7 @@ class GpuTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         tf_dgc.DenseStrategy, tf_dgc.DGCStrategy, tf_dgc.ParameterAveragingStrategy
     )
+    @pytest.mark.long
     def test_keras_does_not_choose_xla_beside_a_gpu(self, make: Any) -> None:
         strategy = make(transport=Loopback(Hub(1), 0))
         devices = tf.config.list_physical_devices()

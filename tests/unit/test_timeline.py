@@ -130,6 +130,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         flies = any(e["name"] == marks.FLIGHT for e in events)
         self.assertEqual(flies, kind == "flights")
 
+    @pytest.mark.long
     def test_shares_of_an_epoch_are_logged(self) -> None:
         own = callbacks.CompressionStats(times=True)
         _, _, history = train("local", "dgc", [own])

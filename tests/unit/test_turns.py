@@ -182,6 +182,7 @@ def drawn(k: int, t: int) -> list[np.ndarray]:
 
 
 class TurnsTest(tf.test.TestCase):
+    @pytest.mark.long
     def test_each_step_is_taken_once_by_the_mean_weighted_by_rows(self) -> None:
         job, steps = Job(3), 12
         found = job.run(steps, drawn)
@@ -194,6 +195,7 @@ class TurnsTest(tf.test.TestCase):
         for i, value in enumerate(job.value()):
             self.assertAllClose(value, -sum(m[i] for _, m in job.applied), atol=1e-4)
 
+    @pytest.mark.long
     def test_a_step_does_not_wait_for_backup_workers(self) -> None:
         job, steps = Job(3, backup_workers=1), 15
         found = job.run(steps, lambda k, t: [np.ones((5, 2), "f"), np.float32(1)])
@@ -206,6 +208,7 @@ class TurnsTest(tf.test.TestCase):
         for value in job.value():
             self.assertAllClose(value, np.full_like(value, -len(job.applied)))
 
+    @pytest.mark.long
     def test_what_comes_too_late_is_dropped(self) -> None:
         job = Job(2, backup_workers=1)
         job.run(1, drawn)  # both are there once
@@ -226,6 +229,7 @@ class TurnsTest(tf.test.TestCase):
         for i, value in enumerate(job.value()):
             self.assertAllEqual(value, before[i] - drawn(0, 1)[i] - drawn(1, 2)[i])
 
+    @pytest.mark.long
     def test_who_stops_ends_the_others_after_the_same_step(self) -> None:
         job = Job(3)
         for drawn_of in (drawn, lambda k, t: drawn(k, t + 9)):
@@ -274,6 +278,7 @@ class TurnsTest(tf.test.TestCase):
         ):
             job.step(1, drawn(1, 0))
 
+    @pytest.mark.long
     def test_one_late_look_is_no_sign_that_somebody_has_died(self) -> None:
         job, looks = Job(2, liveness=1.0), list[int]()
         for k in range(2):  # both train, and nobody has come yet
@@ -355,6 +360,7 @@ class RuleTest(tf.test.TestCase):
             thread.join()
         self.assertEqual(errors, [])
 
+    @pytest.mark.long
     def test_all_steps_are_of_all_without_a_quorum(self) -> None:
         job, steps = Job(3, rule=Rule()), 6
         self.run_all(job, steps)
@@ -362,6 +368,7 @@ class RuleTest(tf.test.TestCase):
         self.assertLen(job.given, 3 * steps)
         self.check_by_twin(job)
 
+    @pytest.mark.long
     def test_every_change_is_in_one_step_whoever_comes_late(self) -> None:
         for rule in (Rule(2), Rule(1), Rule(3, 0.01), Rule(None, 0.0)):
             job, steps = Job(3, rule=rule), 6
@@ -391,6 +398,7 @@ class RuleTest(tf.test.TestCase):
         self.assertLen(job.applied, 1)
         self.check_by_twin(job)
 
+    @pytest.mark.long
     def test_who_dies_while_it_applies_a_step_is_followed_by_who_waits(self) -> None:
         for changed in (0, 1, 2):  # variables that it has changed by then
             job = Job(2, rule=Rule(1), liveness=0.3)
@@ -445,6 +453,7 @@ class RuleTest(tf.test.TestCase):
         self.assertRegex(str(*raised), "another one has taken it: this worker ends")
         return held
 
+    @pytest.mark.long
     def test_who_was_replaced_before_it_wrote_does_not_write(
         self,
     ) -> None:
@@ -499,6 +508,7 @@ class FaultsTest(parameterized.TestCase):
 
     @parameterized.parameters(range(3))
     @pytest.mark.few(1, 3)
+    @pytest.mark.long
     def test_drawn(self, seed: int) -> None:
         self.check(seed)
 
@@ -585,6 +595,7 @@ class RoundsTest(parameterized.TestCase):
             if each.error is not None:
                 raise each.error
 
+    @pytest.mark.long
     def test_each_step_of_each_fit_is_of_all_workers(self) -> None:
         job, fits = Job(3), [3, 1, 2]
         self.run_scripts([Script(job, k, fits, {}) for k in range(3)])
@@ -604,11 +615,13 @@ class RoundsTest(parameterized.TestCase):
         put(variable, value)
         time.sleep(0.2)
 
+    @pytest.mark.long
     def test_who_ends_a_fit_early_waits_for_the_others_with_the_next(self) -> None:
         job = Job(2)
         self.run_scripts([Script(job, 0, [1, 4], {}), Script(job, 1, [3, 4], {})])
         self.assertLen(job.applied, 3 + 4)
 
+    @pytest.mark.long
     def test_who_is_replaced_is_in_the_fit_of_the_others(self) -> None:
         job = Job(2)
         fits = [2] * 5
@@ -648,6 +661,7 @@ class RoundsTest(parameterized.TestCase):
         self.assertEqual(int(job.turns(0)._step.read_value()), len(job.applied))
         self.assertGreaterEqual(len(job.applied), max(fits) - 1)
 
+    @pytest.mark.long
     def test_who_lives_and_takes_no_step_is_named_in_time(self) -> None:
         job = Job(2, liveness=1.0)
         job.meetings(0)._timeout = 1.0

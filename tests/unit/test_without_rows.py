@@ -319,6 +319,7 @@ class FlowTest(parameterized.TestCase, tf.test.TestCase):
         name=["SimpleRNN", "GRU", "LSTM", "Bidirectional"], masked=[True, False]
     )
     @pytest.mark.few(3, 8)
+    @pytest.mark.long
     def test_recurrent_layers_write_to_no_weight(self, name: str, masked: bool) -> None:
         layer = (
             keras.layers.Bidirectional(keras.layers.LSTM(2))
