@@ -1,6 +1,8 @@
 """Files of scripts that run on each of several workers, here threads."""
 
 import csv
+import errno
+import os
 import pathlib
 import tempfile
 import threading
@@ -261,6 +263,15 @@ class ModelTest(parameterized.TestCase, tf.test.TestCase):
         keras.models.load_model(path, compile=False)
         self.assertEqual(path.stat().st_mode & 0o777, 0o640)
         self.assertLen(list(self.folder.iterdir()), 2)
+
+    def test_a_disk_that_is_full_is_told_with_the_file(self) -> None:
+        path = self.folder / "a.keras"
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with (
+            self.assertRaisesRegex(OSError, f"No space left on device: '{path}'"),
+            files._replaced(path, True),
+        ):
+            raise full
 
     @parameterized.parameters((True, "own"), (False, "of another"))
     @pytest.mark.few(1)

@@ -376,5 +376,9 @@ def _replaced(target: pathlib.Path, chief: bool) -> Iterator[pathlib.Path]:
             if target.exists():
                 shutil.copymode(target, temporary)
             temporary.replace(target)
+    except OSError as error:
+        if error.filename is None:  # as of a disk that is full
+            error.filename = str(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
