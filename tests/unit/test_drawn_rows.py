@@ -46,6 +46,20 @@ class DrawnRowsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertNotIn("drawn_rows", names)
             self.assertNotIn("row_weights", names)
 
+    def test_autograph_transforms_a_loop_with_its_step_without_a_warning(self) -> None:
+        def step(x: tf.Tensor) -> tf.Tensor:
+            if tf.reduce_sum(x) > 0.0:
+                x = x + tf.random.stateless_normal(tf.shape(x), [1, 2])
+            return tf.shape(x)[0]
+
+        def work(strategy: Any) -> Any:
+            tf.Variable(0.0)
+            loop = tf.function(lambda: strategy.run(step, args=(tf.ones([3, 1]),)))
+            return int(loop())
+
+        with self.assertNoLogs("tensorflow", "WARNING"):
+            self.assertEqual(in_scopes(2, work), [3, 3])
+
     def test_a_number_that_may_count_rows_is_told(self) -> None:
         def step(x: tf.Tensor) -> tf.Tensor:
             found = tf.random.stateless_normal([x.shape[0], 1], [1, 2])
