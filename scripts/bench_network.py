@@ -14,6 +14,7 @@ what each host sends (half of a round trip) and a loss. A row is METHOD/TRANSPOR
                MultiWorkerMirroredStrategy
     dgc        Deep Gradient Compression at sparsity 0.999, compression included, and
                the change of the weights, which dense training has still to make
+    owners     exchange only: as dgc, and messages go to owners of elements
     alone      exchange only: what dgc computes, on all workers at once, with nothing
                exchanged
     averaging  fit only: parameters are averaged every 16 steps
@@ -60,7 +61,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 METHODS = {
-    "exchange": ("dense", "dgc", "alone"),
+    "exchange": ("dense", "dgc", "owners", "alone"),
     "fit": (
         *("dense", "dgc", "averaging", "rounds", "flights"),
         *("apart", "split", "auto"),
@@ -112,9 +113,11 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     # As strategies do: over a grid of 9 workers or more, where the network is slow.
     transport = grid.chosen(transports.resolve(args.transport))
     config = tf_dgc.DGCConfig(sparsity=SPARSITY)
+    by_owners = tf_dgc.DGCConfig(sparsity=SPARSITY, exchange="owners")
     makers: dict[str, Callable[[], Ledger]] = {
         "dense": lambda: Ledger(transport, EachStep(None)),
         "dgc": lambda: Ledger(transport, EachStep(config)),
+        "owners": lambda: Ledger(transport, EachStep(by_owners)),
         "alone": lambda: Ledger(transports.resolve("local"), EachStep(config)),
     }
     ledgers = {method: makers[method]() for method in args.methods}
@@ -154,6 +157,7 @@ def exchange(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for method, each in ledgers.items():
         stats = each.stats()
         found[method]["stats_sent"] = int(stats.sent_bytes)
+        found[method]["stats_received"] = int(stats.received_bytes)
         found[method]["stats_dense"] = int(stats.dense_bytes)
         found[method]["uncompressed"] = 0
         found[method]["elements"] = side * side
@@ -479,10 +483,13 @@ def expected_bytes(result: dict[str, Any]) -> float:
     """Returns what a worker puts on the wire in a step, by `stats()`; no headers.
 
     Of S bytes on N workers, a ring all-reduce sends 2 (N - 1) / N S from each worker; a
-    ring all-gather passes all messages but one on: (N - 1) M.
+    ring all-gather passes all messages but one on: (N - 1) M. Of owners all receive as
+    much as they send.
     """
     workers, size = result["hosts"], result["stats_sent"]
     method = result.get("choice", result["method"])
+    if method == "owners":
+        return float(result["stats_received"])
     sparse = method in ("dgc", "rounds", "flights")
     dense = result["uncompressed"] if sparse else size
     gathered = size - dense

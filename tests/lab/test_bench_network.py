@@ -33,6 +33,7 @@ class SumsTest(unittest.TestCase):
             ("averaging", {"stats_sent": 40}, 60),
             ("dgc", {"stats_sent": 10}, 30),  # 3 * 10
             ("dgc", {"stats_sent": 10, "uncompressed": 4}, 24),  # 6 + 3 * 6
+            ("owners", {"stats_sent": 10, "stats_received": 12}, 12),
             ("auto", {"choice": "dgc", "stats_sent": 10}, 30),
             ("auto", {"choice": "dense"}, 600),
             ("alone", {}, 0),
