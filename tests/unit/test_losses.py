@@ -401,6 +401,18 @@ class LossesTest(parameterized.TestCase, tf.test.TestCase):
     def test_rows_that_python_takes_one_by_one_are_read(self) -> None:
         self.check("mapped", eager=True)
 
+    def test_rows_that_a_function_within_the_step_is_given_are_read(self) -> None:
+        x, _, w = data()
+        reading, found = readings.Reading([x], [], ROWS, workers=3), []
+
+        @tf.function
+        def within(x: tf.Tensor) -> None:
+            found.extend(reading.of(tf.reduce_sum(x @ w)).terms)
+
+        with _host.operations.recorded():
+            within(x)
+        self.assertEqual(found, [(known.SUM, 0)])
+
     def test_sparse_rows_are_read(self) -> None:
         _, _, w = data()
         found: list[Any] = []

@@ -27,6 +27,7 @@ from tf_dgc.strategies.known import (
     SHAPE,
     SPLITS,
     UNKNOWN,
+    UNREAD,
     Known,
 )
 from tf_dgc.strategies.number_terms import NumberTerms
@@ -68,6 +69,7 @@ class Reading:
         """
         self.static, self.workers, self.asked = static, workers, 0
         self._kept = [*rows, *splits]
+        self._parts = [each for each in rows if isinstance(each, tf.Tensor)]
         self._known = dict[int, Known]()
         for each in rows:
             self._known |= _known_of(each)
@@ -167,10 +169,27 @@ class Reading:
         """Judge a tensor whose inputs are known."""
         if power := self.power_of(tensor):
             return Known(NUMBER, terms=frozenset({(CONSTANT, power)}))
-        if operation is None or operation.kind in ("Const", "Placeholder"):
+        if operation is not None and operation.kind == "Placeholder":
+            return self._argument(tensor)
+        if operation is None or operation.kind == "Const":
             return self.shapes.leaf(tensor)
         inputs = [self._known[id(each)] for each in operation.inputs]
         return self._judge.of(tensor, operation, inputs)
+
+    def _argument(self, tensor: Any) -> Known:
+        """Judge an argument of a function within the step, as of one that is the step.
+
+        What looks like a part of the batch is one.
+        """
+        if self.static is None or not tensor.dtype.is_floating or not tensor.shape.rank:
+            return self.shapes.leaf(tensor)
+        if tensor.shape[0] is None:
+            return UNREAD
+        alike = any(
+            part.dtype == tensor.dtype and part.shape == tensor.shape
+            for part in self._parts
+        )
+        return Known(ROWS) if alike else self.shapes.leaf(tensor)
 
 
 def _known_of(rows: Any) -> dict[int, Known]:
