@@ -602,6 +602,7 @@ MORE: dict[str, Table] = {
 # What is not drawn where workers are others.
 # At their end Keras alone may count a step that it does not take.
 OF_UNKNOWN_SIZE = ("negatives", "negatives_unknown", "reading_generator")
+_COUNTING = {"state": "steps", "added": "ones", "draws": "by_step"}
 _PLAIN = {"data": "numpy", "update": "applied", "state": "none", "stop": "none"}
 _PLAIN |= {"metric": "mae", "around": "twice", "guard": "none"}
 _PLAIN |= {"added": "none", "decorator": "none"}
@@ -851,6 +852,10 @@ def sensible(recipe: dict[str, Any]) -> dict[str, Any]:
         recipe["outputs"] = "rows"
     if recipe["state"] == "rows" and recipe["size"] in ("even", "small"):
         recipe["size"] = "one_left"  # where shapes tell rows they are a constant
+    if recipe["data"] in OF_UNKNOWN_SIZE:
+        for name, choice in _COUNTING.items():
+            if recipe[name] == choice:
+                recipe[name] = "none"
     if recipe["data"] == "cached" and recipe["stop"] == "on_one":
         recipe["stop"] = "none"  # a cache that was not filled is locked
     return recipe
