@@ -11,6 +11,8 @@ from absl.testing import parameterized
 from loopback import in_scopes
 
 import tf_dgc
+from tf_dgc.strategies import drawn_rows as drawn_rows_of
+from tf_dgc.strategies import inner, slicing
 
 
 @pytest.mark.long
@@ -46,19 +48,11 @@ class DrawnRowsTest(parameterized.TestCase, tf.test.TestCase):
             self.assertNotIn("drawn_rows", names)
             self.assertNotIn("row_weights", names)
 
-    def test_autograph_transforms_a_loop_with_its_step_without_a_warning(self) -> None:
-        def step(x: tf.Tensor) -> tf.Tensor:
-            if tf.reduce_sum(x) > 0.0:
-                x = x + tf.random.stateless_normal(tf.shape(x), [1, 2])
-            return tf.shape(x)[0]
-
-        def work(strategy: Any) -> Any:
-            tf.Variable(0.0)
-            loop = tf.function(lambda: strategy.run(step, args=(tf.ones([3, 1]),)))
-            return int(loop())
-
-        with self.assertNoLogs("tensorflow", "WARNING"):
-            self.assertEqual(in_scopes(2, work), [3, 3])
+    def test_autograph_transforms_what_a_traced_loop_calls(self) -> None:
+        own = inner.Inner.run, drawn_rows_of.run_own, slicing.row_count
+        for function in (*own, slicing.tensors_of):
+            with self.subTest(function.__qualname__):
+                tf.autograph.to_graph(function)  # or it raises
 
     def test_a_number_that_may_count_rows_is_told(self) -> None:
         def step(x: tf.Tensor) -> tf.Tensor:
