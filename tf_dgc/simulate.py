@@ -199,15 +199,20 @@ class SimulatedStrategy(BaseStrategy):
         """Run a model's training step once for every worker, anything else once.
 
         Raises:
-            ValueError: the model's optimizer does what only real workers can.
+            ValueError: the model's optimizer does what only real workers can, or its
+                step is a `tf.function`.
         """
-        model = getattr(fn, "__self__", None)
-        if (
-            not isinstance(model, keras.Model)
-            or _host.keras.step_named(model, fn) != "train_step"
-        ):
+        model = _host.keras.model_of(fn)
+        if model is None or _host.keras.step_named(model, fn) != "train_step":
             return super().run(fn, args, kwargs, options)
-        _refuse(model.optimizer)
+        if not isinstance(getattr(fn, "__self__", None), keras.Model):
+            raise ValueError(
+                "A training step under `tf.function` cannot be simulated, as workers "
+                "take turns within it. Leave the decorator out: Keras traces the step "
+                f"in any case. Received: the step of {model.name!r}"
+            )
+        optimizer = model.optimizer
+        _refuse(optimizer)
         rows, variables = slicing.row_count(args), list[Any]()
         layout = ElementLayout(args[0], self._workers)
 
@@ -215,7 +220,7 @@ class SimulatedStrategy(BaseStrategy):
             """Return logs, factor and gradients of a worker, and its part of a sum."""
             self._seat.take(rank)
             shares = (layout.rows_of(args[0], rank),)
-            with self._turns.captured(model.optimizer) as applied:
+            with self._turns.captured(optimizer) as applied:
                 logs = super(SimulatedStrategy, self).run(fn, shares, kwargs, options)
             if len(applied) != 1:
                 raise ValueError(
@@ -233,7 +238,7 @@ class SimulatedStrategy(BaseStrategy):
             logs = self._turns.of_all(model, logs)
         self._factors = None if self.config is None else factors
         try:
-            super().run(lambda: model.optimizer.apply(gradients, variables))
+            super().run(lambda: optimizer.apply(gradients, variables))
         finally:
             self._factors = None
         return logs

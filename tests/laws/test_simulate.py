@@ -450,6 +450,18 @@ class RefusalTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, f"single workers alone.*{name}"):
             model.fit(features.batches(), verbose=0)
 
+    def test_a_step_that_is_a_function_of_tensorflow(self) -> None:
+        class Traced(keras.Sequential):
+            @tf.function
+            def train_step(self, given: Any) -> Any:
+                return {"loss": tf.reduce_sum(self(given[0]))}
+
+        with simulate.SimulatedStrategy(2).scope():
+            model = Traced([keras.Input((8,)), keras.layers.Dense(1)])
+            model.compile(sgd())
+        with self.assertRaisesRegex(ValueError, "under `tf.function` cannot be simula"):
+            model.fit(features.batches(), verbose=0)
+
     @pytest.mark.extended
     def test_state_of_another_number_of_workers(self) -> None:
         config = tf_dgc.DGCConfig(sparsity=0.9, min_elements=1)
