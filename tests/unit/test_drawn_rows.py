@@ -11,8 +11,6 @@ from absl.testing import parameterized
 from loopback import in_scopes
 
 import tf_dgc
-from tf_dgc.strategies import drawn_rows as drawn_rows_of
-from tf_dgc.strategies import inner, slicing
 
 
 @pytest.mark.long
@@ -47,12 +45,6 @@ class DrawnRowsTest(parameterized.TestCase, tf.test.TestCase):
         for names in in_scopes(2, work):
             self.assertNotIn("drawn_rows", names)
             self.assertNotIn("row_weights", names)
-
-    def test_autograph_transforms_what_a_traced_loop_calls(self) -> None:
-        own = inner.Inner.run, drawn_rows_of.run_own, slicing.row_count
-        for function in (*own, slicing.tensors_of):
-            with self.subTest(function.__qualname__):
-                tf.autograph.to_graph(function)  # or it raises
 
     def test_a_number_that_may_count_rows_is_told(self) -> None:
         def step(x: tf.Tensor) -> tf.Tensor:

@@ -210,12 +210,8 @@ def run_own(
     alone: bool,
     say: Callable[[str], None],
 ) -> Any:
-    """Run a step of a loop of a script; see `of_step`.
-
-    AutoGraph transforms it with the loop, but no assignment in an expression.
-    """
-    count = slicing.row_count(args)
-    if count is None:
+    """Run a step of a loop of a script; see `of_step`."""
+    if (count := slicing.row_count(args)) is None:
         return step(args)
 
     def counts() -> tf.Tensor:
