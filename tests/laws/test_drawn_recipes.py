@@ -271,7 +271,8 @@ class DrawnRecipesTest(parameterized.TestCase, unittest.TestCase):
     def test_so_do_synchronous_servers(self) -> None:
         drawn = [recipes.drawn(seed, **recipes.ON_SERVERS) for seed in range(2)]
         gathers = recipes.ON_SERVERS | {"loss": "gathered"}
-        served([*drawn, recipes.drawn(2, **gathers)])
+        draws = recipes.ON_SERVERS | {"draws": "stateless"}
+        served([*drawn, recipes.drawn(2, **gathers), recipes.drawn(0, **draws)])
 
     @pytest.mark.slow
     def test_so_do_synchronous_servers_with_more_recipes(self) -> None:

@@ -155,8 +155,9 @@ class Inner:
         if self.share is not None and model is not None:
             adopted.take_over(model, self.core.strategy)
             return self.share.run(model, fn, args, step)
-        predicts = getattr(fn, "__name__", "") == "one_step_on_data"
-        if self.own_batches is not None and predicts:
+        if getattr(fn, "__name__", "") == "one_step_on_data":  # of `predict`
+            if self.own_batches is None:  # each worker has all rows
+                return step(args)
             return self.own_batches.predict(args, step)
         return step(args) if self.share is None else self.share.run_own(args, step)
 
