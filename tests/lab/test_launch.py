@@ -152,11 +152,46 @@ class LaunchTest(unittest.TestCase):
             time.sleep(0.05)
         self.assertFalse(pathlib.Path(f"/proc/{pid}").exists())
 
+    def test_another_signal_ends_the_workers_and_goes_to_who_had_it(self) -> None:
+        for handler, expected in (
+            ("signal.SIG_DFL", (-signal.SIGTERM, "")),
+            ("lambda *_: print('mine')", (0, "mine\nwas told\n")),
+        ):
+            process = self.start(f"""
+                import signal
+                signal.signal(signal.SIGTERM, {handler})
+                def wait():
+                    print(json.dumps(os.getpid()), flush=True)
+                    time.sleep(120)
+                try:
+                    tf_dgc.launch(wait, n=2, strategy=None)
+                except RuntimeError as error:
+                    print("was told")
+                """)
+            pid = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGTERM)
+            status, out, _ = finish(process)
+            told = "tf_dgc.launch: received signal 15; ending all workers\n"
+            self.assertEqual((status, out.replace(told, "")), expected)
+            self.assertFalse(pathlib.Path(f"/proc/{pid}").exists())
+
+    def test_an_exit_of_a_worker_is_an_error_of_the_caller(self) -> None:
+        process = self.start("""
+            def leave():
+                if rank():
+                    sys.exit(3)
+            try:
+                tf_dgc.launch(leave, n=2, strategy=None)
+            except RuntimeError as error:
+                print(error)
+            """)
+        self.assertEqual(finish(process)[:2], (0, "A worker ended by sys.exit(3)\n"))
+
     def test_arguments_that_make_no_sense(self) -> None:
         for arguments, message in (
             ({}, "`n` must be a number of workers. Received: n=None"),
             ({"n": 3, "hosts": "a:2"}, "be as many as these have. Received: n=3"),
-            ({"n": 2, "strategy": "x"}, "`--strategy` must be one of"),
+            ({"n": 2, "strategy": "x"}, "`strategy` must be None or one of"),
             ({"n": 2, "strategy": "downpour"}, "use tf-dgc-run --ps"),
             ({"n": 2, "strategy": None, "config": {}}, "`config` needs a `strategy`"),
             ({"n": 2, "config": {"sparsity": 2.0}}, "`sparsity` must be in"),
@@ -164,6 +199,9 @@ class LaunchTest(unittest.TestCase):
             with self.assertRaises(ValueError) as raised:
                 function.launch(print, **arguments)
             self.assertIn(message, str(raised.exception))
+        for name in ("args", "config"):
+            with self.assertRaisesRegex(TypeError, f"`{name}` must be .*{name}=3"):
+                function.launch(print, 2, **{name: 3})
 
     @pytest.mark.processes
     @pytest.mark.slow

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tf_dgc.launcher import call, hosts, output, screen, settings, workers
@@ -87,10 +87,13 @@ def launch(
     Returns:
         What the function has returned on each worker, by rank.
 
+    Another signal that ends this process, as SIGTERM, ends the workers before.
+
     Raises:
-        ValueError: an argument is wrong.
+        ValueError, TypeError: an argument is wrong.
         ImportError: cloudpickle is not installed.
-        RuntimeError: a worker ended without an error of Python's, or cannot be started.
+        RuntimeError: a worker ended without an error of Python's, as by `sys.exit(1)`,
+            or cannot be started.
         KeyboardInterrupt: this process was interrupted.
         Exception: what the function has raised on a worker; on several, the first. Its
             cause has the rank, and the worker's traceback.
@@ -98,6 +101,8 @@ def launch(
     places = _places(n, hosts)
     count = sum(place.slots for place in places)
     text = _settings(strategy, config)
+    if isinstance(args, str) or not isinstance(args, Iterable):
+        raise TypeError(f"`args` must be a sequence, as (3,). Received: args={args!r}")
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError as error:
@@ -116,6 +121,8 @@ def launch(
         outcomes = _outcomes(folder, count)
     if signal.SIGINT in received:
         raise KeyboardInterrupt("tf_dgc.launch was interrupted")
+    for number in received:  # for whoever had it before
+        signal.raise_signal(number)
     if status or len(outcomes) < count:
         raise _failure(outcomes, status, function)
     return [outcomes[rank].value for rank in range(count)]
@@ -153,11 +160,18 @@ def _settings(strategy: str | None, config: Any) -> str:
             "tf_dgc.launch starts no parameter servers: use tf-dgc-run --ps. "
             f"Received: strategy={strategy!r}"
         )
+    known = [name for name in settings.STRATEGIES if name != "downpour"]
+    if strategy not in (None, *known):
+        rule = f"`strategy` must be None or one of {known}"
+        raise ValueError(f"{rule}. Received: strategy={strategy!r}")
     if strategy is None:
         if config is not None:
             raise ValueError("`config` needs a `strategy`. Received: strategy=None")
         return ""
     get = getattr(config, "get_config", None)
+    if get is None and not isinstance(config, Mapping | None):
+        rule = "`config` must be settings of the strategy, or a dictionary of them"
+        raise TypeError(f"{rule}. Received: config={config!r}")
     return settings.Settings(strategy, get() if get else dict(config or {})).text()
 
 
@@ -220,7 +234,9 @@ def _failure(
     rank = min(failed, key=lambda rank: (failed[rank].too, failed[rank].when))
     outcome = failed[rank]
     error = outcome.error
-    if error is None:
+    if isinstance(error, SystemExit):  # which is to end no more than its process
+        error = RuntimeError(f"A worker ended by sys.exit({error.code!r})")
+    elif error is None:
         error = RuntimeError(outcome.trace.strip().rpartition("\n")[2])
     trace = _CARRIED.sub(functools.partial(_in_source, function), outcome.trace)
     error.__cause__ = _RemoteTraceback(f'\n"""\nOn worker {rank}:\n{trace}"""')

@@ -12,10 +12,12 @@ import importlib
 import json
 import logging
 import os
+import pathlib
 import random
 import runpy
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 from tf_dgc.imported import when_imported
 from tf_dgc.launcher import settings
 
+_PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _MIXED = (
     "tf-dgc-run --strategy has set a strategy for the whole script: make no other one "
     "in it, or leave out --strategy"
@@ -161,7 +164,9 @@ def run(script: str, arguments: Sequence[str], module: bool = False) -> None:
             error.add_note(_MIXED)
         raise
     except FileExistsError as error:
-        error.add_note(_ALL_RUN)
+        *_, (last, _) = traceback.walk_tb(error.__traceback__)
+        if not last.f_code.co_filename.startswith(_PACKAGE):
+            error.add_note(_ALL_RUN)
         raise
     except EOFError as error:
         if sys.stdin is None or not sys.stdin.isatty():
