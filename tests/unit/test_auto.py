@@ -262,7 +262,8 @@ class AutoStrategyTest(parameterized.TestCase, tf.test.TestCase):
                 self.assertEqual(choice, before)
                 self.assertEqual(config.get_config(), before.config)
 
-    @parameterized.parameters((True, True), ("auto", True), ("auto", False))
+    @parameterized.parameters(("auto", True), (True, True), ("auto", False))
+    @pytest.mark.few(1, 3)
     def test_messages_go_between_hosts_where_that_was_asked_or_pays(
         self, wanted: bool | str, pays: bool
     ) -> None:
