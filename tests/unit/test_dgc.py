@@ -717,7 +717,7 @@ class NumpyTwinOfCoarseValuesTest(TwinCase):
         ("heavy-ball", False, True, False, 1, "sign", False),
         ("Nesterov", True, True, False, 2, "log4"),
     )
-    @pytest.mark.few(0, 1)
+    @pytest.mark.few(1)
     def test_every_step_equals_the_twin(self, *cell: Any) -> None:
         self.compare(*cell)
 

@@ -125,7 +125,6 @@ class CallbackTest(parameterized.TestCase, tf.test.TestCase):
         ("limited", lambda slow, chief: [chief_only(slow)]),
         ("given_to_the_chief", lambda slow, chief: [slow] if chief else []),
     )
-    @pytest.mark.few(1, 3)
     def test_nobody_goes_on_before_it_is_written(
         self, callbacks: Callable[[Any, bool], list[Any]]
     ) -> None:
