@@ -509,6 +509,8 @@ class PythonDataTest(parameterized.TestCase, tf.test.TestCase):
             r"Received: batch_shape=\(8, \.\.\.\), layers \['recurrent'\]",
         ):
             first_builds.refuse_stateful(model, batch, 2)
+        with self.assertRaisesRegex(ValueError, "of 2 workers, and this one has none"):
+            first_builds.refuse_stateful(model, (np.zeros((0, 3, 1)),), 2)
         first_builds.refuse_stateful(model, (np.zeros((8, 3, 1)),), 2)
         first_builds.refuse_stateful(model, batch, 1)
         outputs = keras.layers.SimpleRNN(2)(inputs)

@@ -1,5 +1,6 @@
 """Scripts written for Horovod: its names, keywords and callbacks, in one process."""
 
+import logging
 import os
 import tempfile
 import threading
@@ -329,6 +330,20 @@ class CompiledTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, "`jit_compile` must be False"):
             model.fit(X, Y, verbose=0)
         self.assertEqual(int(model.optimizer.iterations), 0)
+
+    def test_who_goes_on_without_the_momentum_of_before_is_told(self) -> None:
+        for steps in (0, 2):
+            sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+            config = tf_dgc.DGCConfig(min_elements=1)
+            optimizer = hvd.DistributedOptimizer(sgd, config, over=LocalTransport())
+            model = linear(optimizer)
+            model.optimizer.build(model.trainable_variables)
+            model.optimizer.iterations.assign(steps)
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                logging.getLogger("tf_dgc").warning("begins")
+                model.fit(X, Y, verbose=0, epochs=2)
+            told = [text for text in logs.output if "without their momentum" in text]
+            self.assertLen(told, int(steps > 0))
 
     def test_a_tape_in_a_compiled_function_is_refused(self) -> None:
         variable = tf.Variable([1.0, 2.0])

@@ -165,6 +165,13 @@ with tf_dgc.DenseStrategy().scope():
         (note,) = caught.exception.__notes__
         self.assertIn("All workers run the whole script", note)
 
+    def test_what_the_package_refuses_is_not_laid_to_another_worker(self) -> None:
+        # Raised as if by a line of the package.
+        text = f"exec(compile('raise FileExistsError(1)', {script.__file__!r}, 'exec'))"
+        with self.assertRaises(FileExistsError) as raised:
+            self.run_script(text, settings.Settings("dense"))
+        self.assertEmpty(getattr(raised.exception, "__notes__", []))
+
     def test_what_a_script_raises_comes_through(self) -> None:
         chosen = settings.Settings("dense", {})
         with self.assertRaisesRegex(SystemExit, "7"):

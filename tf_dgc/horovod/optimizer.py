@@ -245,6 +245,9 @@ def _install(
         shared = [(g, v) for g, v in pairs if not local.have(v)]
         values = [_native(v) for _, v in shared]
         optimizers.refuse_whole_tensors(inner, values, config)
+        if exchange.ledger.begins_with(inner):
+            for warning in optimizers.lost_momentum(inner, values, config):
+                _logger.warning(warning)
         if shared:
             args = inner, shared, learning_rate, update
             step.synchronised(exchange, *args, clips=clips)
