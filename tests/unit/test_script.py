@@ -169,7 +169,7 @@ with tf_dgc.DenseStrategy().scope():
         # Raised as if by a line of the package.
         text = f"exec(compile('raise FileExistsError(1)', {script.__file__!r}, 'exec'))"
         with self.assertRaises(FileExistsError) as raised:
-            self.run_script(text, settings.Settings("dense"))
+            self.run_script(text, settings.Settings("dense", {}))
         self.assertEmpty(getattr(raised.exception, "__notes__", []))
 
     def test_what_a_script_raises_comes_through(self) -> None:
