@@ -237,7 +237,7 @@ def load_images(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     )
 
 
-def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
+def load_text(args: argparse.Namespace, length: int = 64) -> tuple[Any, Any, int, Any]:
     """Returns the same for text: a tenth of it, the end, is unseen."""
     import keras
     import numpy as np
@@ -247,7 +247,6 @@ def load_text(args: argparse.Namespace) -> tuple[Any, Any, int, Any]:
     text = pathlib.Path(file).read_text()
     characters = sorted(set(text))
     codes = np.array([characters.index(c) for c in text[: args.limit]], np.int32)
-    length = 64
     cut = len(codes) * 9 // 10
 
     def windows(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

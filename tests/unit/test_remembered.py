@@ -111,12 +111,22 @@ class RememberedTest(parameterized.TestCase, tf.test.TestCase):
         with self.assertRaisesRegex(ValueError, r"best.0.0. must be .*\(2, 3\)"):
             remembered.restore(self.path, found, [callback], model)
 
+    def test_another_optimizer_is_refused_though_it_has_as_many_slots(self) -> None:
+        before, after = network(), network()
+        before.compile("rmsprop")
+        after.compile("adagrad")
+        self.write([], before)
+        self.assertEqual(remembered.read(self.path, before).kinds, ["RMSprop"])
+        message = r"of another optimizer: \['RMSprop'\] in it, and \['Adagrad'\] here"
+        with self.assertRaisesRegex(ValueError, message):
+            remembered.read(self.path, after)
+
     def test_the_text_is_json(self) -> None:
         self.write([], network())
         with np.load(self.path) as arrays:
             told = json.loads(arrays[remembered.TEXT].tobytes())
         nothing = {"callbacks": [], "optimizers": [], "epochs": [], "logs": {}}
-        rest = {"steps": None, "stopped": False, "sizes": []}
+        rest = {"steps": None, "stopped": False, "sizes": [], "kinds": []}
         self.assertEqual(told, nothing | rest)
 
 

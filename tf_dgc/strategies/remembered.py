@@ -20,7 +20,7 @@ from tf_dgc.transports import handshake
 
 TEXT = "remembered"
 # Which older files do not have.
-_OF_FIT = "epochs", "logs", "stopped", "steps", "sizes"
+_OF_FIT = "epochs", "logs", "stopped", "steps", "sizes", "kinds"
 
 
 class Remembered(NamedTuple):
@@ -33,6 +33,7 @@ class Remembered(NamedTuple):
     stopped: bool = False  # whether a callback has stopped training
     steps: int | None = None  # of an epoch, where that is known
     sizes: Sequence[int] = ()  # of the sources of the data, as far as they are known
+    kinds: Sequence[str] | None = None  # names of the optimizers' classes
 
 
 def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndarray]:
@@ -59,6 +60,7 @@ def arrays_of(callbacks: Iterable[Any], model: keras.Model) -> dict[str, np.ndar
         "stopped": bool(getattr(model, "stop_training", False)),
         "steps": _steps_of(callbacks),
         "sizes": sizes_now(),
+        "kinds": _kinds_of(model),
     }
     arrays[TEXT] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     return arrays
@@ -94,6 +96,13 @@ def read(path: pathlib.Path, model: keras.Model) -> Remembered:
             f"{path}: field {TEXT!r} is damaged, or of another model: "
             + ascii(str(error))[1:-1][:300]
         ) from None
+    # Those with as many slots as each other would take them for their own.
+    here = _kinds_of(model)
+    if found.kinds is not None and list(found.kinds) != here:
+        there = ascii(list(found.kinds))[:300]
+        raise ValueError(
+            f"{path}: of another optimizer: {there} in it, and {here} here"
+        )
     return found
 
 
@@ -104,6 +113,10 @@ def build_optimizers(found: Remembered, model: keras.Model) -> None:
     for optimizer, indices in zip(optimizers, found.optimizers, strict=False):
         if indices and not optimizer.built:
             optimizer.build([variables[i] for i in indices])
+
+
+def _kinds_of(model: keras.Model) -> list[str]:
+    return [type(each).__name__ for each in _host.keras.optimizers_of(model)]
 
 
 def _check_history(found: Remembered) -> None:
