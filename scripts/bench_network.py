@@ -84,7 +84,7 @@ FAR_COUNTERS = pathlib.Path("/sys/class/net/out/statistics")  # where sent late
 COUNTED = ("sent", "received", "sent_again")
 SEGMENT = 1514  # bytes of a full packet
 RING_PORT, RING_PIECES = 7411, 16  # pieces of 1 MiB
-KEYS = ("task", "hosts", "rate", "method", "transport", "elements", "batch_size")
+KEYS = "task hosts rate method transport elements batch_size sleep".split()
 
 
 def counted() -> tuple[int, int, int]:
@@ -238,6 +238,9 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     ends: list[tuple[float, int, int, int]] = []
 
     class Clock(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            time.sleep(args.sleep)
+
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             ends.append((time.perf_counter(), *counted()))
 
@@ -399,6 +402,8 @@ def file_of(
     work = (
         args.elements if args.task == "exchange" else f"{args.width}x{args.batch_size}"
     )
+    if args.sleep:
+        work = f"{work}-sleep{args.sleep:g}"
     name = f"{args.task}-{work}-{method}-{transport}-{hosts}-{rate}-run{run}.json"
     return args.results / name
 
@@ -416,6 +421,7 @@ def run_all(args: argparse.Namespace) -> int:
             found |= {"method": method, "transport": transport, "run": run}
             found["load_before"] = load
             found |= {"batch_size": args.batch_size if args.task == "fit" else 0}
+            found |= {"sleep": args.sleep}
             file = file_of(args, run, rate, hosts, transport, method)
             file.write_text(json.dumps(found, indent=1))
     return failed
@@ -504,6 +510,7 @@ def report(folder: pathlib.Path) -> None:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
         result = json.loads(file.read_text())
+        result = {"sleep": 0.0} | result
         groups.setdefault(tuple(result[key] for key in KEYS), []).append(result)
     if not groups:
         return
@@ -645,6 +652,12 @@ def arguments() -> argparse.Namespace:
         "--width", type=int, default=4096, help="fit: units of a hidden layer"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="fit: of a worker")
+    parser.add_argument(
+        "--sleep",
+        type=float,
+        default=0.0,
+        help="fit: seconds of each step that take no processor, as of a GPU",
+    )
     parser.add_argument("--timeout", type=float, default=900, help="seconds of a job")
     parser.add_argument("--results", type=pathlib.Path, default="bench_network")
     parser.add_argument(
@@ -669,6 +682,8 @@ def arguments() -> argparse.Namespace:
             )
         if (method in DDP) != (transport == "gloo"):
             parser.error(f"{DDP} are over gloo, and no other. Received: {row}")
+        if method in DDP and args.sleep:
+            parser.error(f"{row} knows no `--sleep`")
         if method in DDP and not args.torch:
             parser.error(f"{row} needs `--torch PYTHON`")
     for name in ("steps", "warmup"):

@@ -332,7 +332,7 @@ class AveragingConfig(_Settings):
 
         5% of the changes go, as signs, in rounds in flight; more where there are so few
         rounds that elements would go less than ten times, and all where that is half of
-        them or more. Then optimizers that normalize their steps get an outer one.
+        them or more. There is an outer optimizer where all go, and for SGD.
 
         Args:
             optimizer: the script's, by its name in Keras.
@@ -346,7 +346,7 @@ class AveragingConfig(_Settings):
         if density < 0.5:
             compression = DGCConfig(sparsity=1 - density, value_dtype="sign")
             chosen["compression"] = compression
-        elif optimizer.lower() != "sgd":
+        if density >= 0.5 or optimizer.lower() == "sgd":
             settings = {"learning_rate": 1.0, "momentum": 0.5, "nesterov": True}
             chosen["outer_optimizer"] = {"class_name": "SGD", "config": settings}
         return cls(**(chosen | others))

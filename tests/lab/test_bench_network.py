@@ -118,6 +118,7 @@ class TableTest(unittest.TestCase):
                 elements=1000,
                 width=64,
                 batch_size=8,
+                sleep=0.0,
             )
             first = (1, "1gbit", 2)
             expected = [

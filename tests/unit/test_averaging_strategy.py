@@ -90,10 +90,10 @@ class ParameterAveragingStrategyTest(parameterized.TestCase, tf.test.TestCase):
 
     @parameterized.parameters(
         (("adam",), 0.05, False),
-        (("sgd",), 0.05, False),
+        (("sgd",), 0.05, True),
         (("adam", 800), 0.2, False),
         (("adam", 160), None, True),
-        (("sgd", 160), None, False),
+        (("sgd", 160), None, True),
     )
     def test_settings_are_chosen_for_slow_networks(
         self, given: Any, density: float | None, outer: bool
