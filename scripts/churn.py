@@ -14,9 +14,10 @@ do not wait for processors. In each row worker 0 takes as many steps:
     churn      the same; the others are killed at drawn moments, and new ones join
     slow       the same as calm; one worker takes three times as long for a step
 
-Of the kills half take a worker, half its launcher, too (`tf-dgc-run --join`). Printed
-are the loss on unseen text in nats, seconds of worker 0 from its first to its last
-step, the longest wait of a worker behind its second step, and bytes sent in a step.
+Of these kills half take a worker, half its launcher, too (`tf-dgc-run --join`), also
+while it starts. Printed are the loss on unseen text in nats, seconds of worker 0 from
+its first to its last step, the longest wait of a worker behind its second step, and
+bytes sent in a step.
 """
 
 import argparse
@@ -39,6 +40,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 ROWS = ("lockstep", "restarts", "calm", "churn", "slow")
 ON_SERVERS = ROWS[2:]
 WORKERS, LENGTH, BATCH = 4, 32, 64
+EPOCH_ROUNDS = 10
 FIRST_STEPS = 2  # which trace; no wait is counted before the last of them
 AGAIN_SECONDS = 3.0  # until another worker is started, at most
 POLL_SECONDS = 0.05
@@ -65,7 +67,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--slow", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.steps < 1 or args.steps % (EPOCH_ROUNDS * args.local_steps):
+        parser.error(f"`--steps` must be of epochs of {EPOCH_ROUNDS} rounds")
+    return args
 
 
 def strategy_of(args: argparse.Namespace) -> Any:
@@ -124,7 +129,7 @@ def train(args: argparse.Namespace) -> None:
         backup = args.folder / "backup"
         every = 2 * args.local_steps
         callbacks.append(tf_dgc.callbacks.BackupState(str(backup), save_freq=every))
-    epoch = 10 * args.local_steps
+    epoch = EPOCH_ROUNDS * args.local_steps
     served = args.worker in ON_SERVERS
     joined = served and not strategy.is_chief
     model.fit(
@@ -147,11 +152,13 @@ class Launched:
 
     Attributes:
         process: the launcher's.
+        alone: whether it has joined, with one worker.
     """
 
     def __init__(self, args: argparse.Namespace, words: list[str], *own: str) -> None:
         """Start it; its workers run this script."""
         given = [str(HERE / "churn.py"), *own]
+        self.alone = "--join" in words
         for name in ("data", "steps", "local_steps", "pace", "quorum", "grace", "seed"):
             given += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         given += ["--compress"] if args.compress else []
@@ -170,6 +177,19 @@ class Launched:
         """Whether it has not ended."""
         return self.process.poll() is None
 
+    def lose_one(self, drawn: random.Random) -> bool:
+        """Kills one of its workers, or all it has; tells whether there was one."""
+        own = self.process.pid
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            children = pathlib.Path(f"/proc/{own}/task/{own}/children").read_text()
+            worker = int(drawn.choice(children.split() or ["0"]))
+            if worker and self.alone and drawn.random() < 0.5:
+                os.killpg(own, signal.SIGKILL)
+            if worker:
+                os.kill(worker, signal.SIGKILL)
+                return True
+        return False
+
     def end(self) -> None:
         """Have it end its workers, and wait."""
         if self.runs:
@@ -179,18 +199,6 @@ class Launched:
         self.process.kill()
         self.process.wait()
         self._log.close()
-
-
-def workers_of(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """Returns processes of workers that have taken a step and live, with their logs."""
-    found = {int(f.stem.partition("-")[2]): f for f in folder.glob("*.steps")}
-    return {pid: f for pid, f in found.items() if pathlib.Path(f"/proc/{pid}").exists()}
-
-
-def parent_of(pid: int) -> int:
-    """Returns the process that has started one."""
-    status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    return int(status.rpartition(")")[2].split()[1])
 
 
 def run(args: argparse.Namespace, row: str) -> dict[str, Any]:
@@ -208,7 +216,7 @@ def run(args: argparse.Namespace, row: str) -> dict[str, Any]:
 
         (port,) = free_ports(1)
         door = f"127.0.0.1:{port}"
-        words = f"-n 1 --ps 1 --seats {WORKERS + 2} --door {door}".split()
+        words = f"-n 1 --ps 1 --seats {WORKERS} --door {door}".split()
     if row == "restarts":
         words += ["--restarts", str(10 * kills), "--pause", "0"]
     host = Launched(args, words, *own)
@@ -233,8 +241,9 @@ def run(args: argparse.Namespace, row: str) -> dict[str, Any]:
                     starts.remove(start)
                     slow = ["--slow"] if row == "slow" and not guests else []
                     guests.append(Launched(args, ["--join", door], *own, *slow))
-            if due and now >= due and done < kills and kill_one(args, row, drawn):
-                done += 1
+            if due and now >= due and done < kills:
+                living = guests if row in ON_SERVERS else [host]
+                done += bool(living) and drawn.choice(living).lose_one(drawn)
                 due = now + gap * (0.5 + drawn.random())
     finally:
         for each in [*guests, host]:
@@ -248,21 +257,6 @@ def run(args: argparse.Namespace, row: str) -> dict[str, Any]:
 def chief_began(folder: pathlib.Path) -> bool:
     """Tells whether worker 0 has taken a step."""
     return any(folder.glob("0-*.steps"))
-
-
-def kill_one(args: argparse.Namespace, row: str, drawn: random.Random) -> bool:
-    """Kills a drawn worker, on servers not worker 0; tells whether there was one."""
-    living = sorted(workers_of(args.folder).items())
-    if row in ON_SERVERS:
-        living = [(pid, file) for pid, file in living if not file.name.startswith("0-")]
-    if not living:
-        return False
-    pid, _ = drawn.choice(living)
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-        if row in ON_SERVERS and drawn.random() < 0.5:
-            os.killpg(parent_of(pid), signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
-    return True
 
 
 def figures(args: argparse.Namespace) -> dict[str, Any]:
@@ -288,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         train(args)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by `finally`
     rows = []
     print("| row | kills | workers | loss | seconds | longest wait | sent in a step |")
     print("|---|---|---|---|---|---|---|")

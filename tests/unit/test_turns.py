@@ -322,13 +322,20 @@ class RuleTest(tf.test.TestCase):
             job.together[k]._members.put(job.turns(k).attendance.places, INSIDE)
 
     def check_by_twin(self, job: Job) -> None:
-        """Compare what was applied with means of what workers know to be in a step."""
+        """Compare what was applied with means of what workers know to be in a step.
+
+        Each is the part of a mean that those in the step are of all who took part then.
+        """
         expected = [np.zeros([5, 2], "f"), np.zeros([], "f")]
         for step, (_, means) in enumerate(job.applied):
             own = [(w, g) for of, w, g in job.given if of == step]
             total = sum(w for w, _ in own)
+            twins = [sum(w * g[i] for w, g in own) / total for i in range(len(means))]
+            shares = [len(own) / n for n in range(len(own), job.workers + 1)]
+            found = np.vdot(means[0], twins[0]) / np.vdot(twins[0], twins[0])
+            share = min(shares, key=lambda each: abs(each - found))
             for i, mean in enumerate(means):
-                twin = sum(w * g[i] for w, g in own) / total
+                twin = share * twins[i]
                 self.assertAllClose(mean, twin, rtol=1e-5, atol=1e-5)
                 expected[i] = expected[i] - twin
         self.assertLen({of for of, _, _ in job.given}, len(job.applied))
@@ -397,6 +404,28 @@ class RuleTest(tf.test.TestCase):
         self.assertEqual(job.step(0, drawn(0, 0)), (True, False))
         self.assertLen(job.applied, 1)
         self.check_by_twin(job)
+
+    def test_steps_of_halves_are_together_that_of_all(self) -> None:
+        job = Job(4, rule=Rule(2))
+        self.enter(job, range(4))
+        for k in (0, 2):
+            other = threading.Thread(target=job.step, args=[k, drawn(k, 0), 1.0])
+            other.start()
+            self.assertEqual(job.step(k + 1, drawn(k + 1, 0), 1.0), (True, False))
+            other.join()
+        self.assertLen(job.applied, 2)
+        for i, value in enumerate(job.value()):
+            mean = sum(drawn(k, 0)[i] for k in range(4)) / 4
+            self.assertAllClose(value, -mean, rtol=1e-5, atol=1e-5)
+
+    def test_who_is_dead_or_has_left_takes_no_part_of_a_step(self) -> None:
+        job = Job(4, rule=Rule(1))
+        self.enter(job, range(3))
+        job.dead.add(1)
+        job.turns(2).attendance.leave()
+        self.assertEqual(job.step(0, drawn(0, 0)), (True, False))
+        for value, one in zip(job.value(), drawn(0, 0), strict=True):
+            self.assertAllClose(value, -one, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.long
     def test_who_dies_while_it_applies_a_step_is_followed_by_who_waits(self) -> None:
@@ -539,8 +568,12 @@ class FaultsTest(parameterized.TestCase):
         self.assertEqual(errors, [])
         count = int(job.turns(0)._step.read_value())
         self.assertGreaterEqual(count, 6)
-        for value in job.value():  # a mean of ones is one
-            np.testing.assert_allclose(value, np.full_like(value, -count), rtol=1e-5)
+        self.assertLen(job.applied, count)
+        for i, value in enumerate(job.value()):
+            total = sum(means[i] for _, means in job.applied)
+            np.testing.assert_allclose(value, -total, rtol=1e-5)
+            for _, means in job.applied:  # of ones
+                self.assertTrue(np.all((means[i] > 0.2) & (means[i] < 1.001)))
 
 
 class Script:

@@ -46,13 +46,14 @@ def read(form: message.Format, messages: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
 def combined(
     form: message.Format, messages: tf.Tensor, weights: tf.Tensor, combining: Combining
 ) -> tf.Tensor:
-    """Return the mean of what messages say, weighted: the same bits everywhere.
+    """Return the sum of what messages say, weighted: the same bits everywhere.
 
     Args:
         form: of the messages.
         messages: shape [W, words], int32.
-        weights: shape [W], float32; of the sum 1, 0 of those that do not count.
-        combining: by senders it is the mean over those that sent an element.
+        weights: shape [W], float32; 0 of those that do not count.
+        combining: by senders an element counts as if all had sent the mean of those
+            that did.
 
     Returns:
         shape [P], float32; 0 where nobody sent.
@@ -64,7 +65,7 @@ def combined(
         return total
     ones = by * tf.ones_like(values)
     senders = selection.densify(nothing, positions, ones)[: form.size]
-    return tf.math.divide_no_nan(total, senders)
+    return tf.reduce_sum(weights) * tf.math.divide_no_nan(total, senders)
 
 
 class Message(NamedTuple):

@@ -2,16 +2,17 @@
 
 Of a worker k, which has fetched a from the servers and taken n_k local steps to w_k:
 
-    g <- sum n_k (a_k - w_k) / sum n_k   of those that have come to the round
+    g <- K/W sum n_k (a_k - w_k) / sum n_k   of the K of W that have come to the round
     w <- the outer optimizer's step by g, on the servers
-    a_k, w_k <- w                        of those; others go on with a_k and w_k
+    a_k, w_k <- w                            of those; others go on with a_k and w_k
 
 Where changes are compressed, messages meet: see `served_messages`. If the outer step is
 that of plain SGD, those who have a fetch the messages of the round, not w.
 
 A round is held when a quorum has come, or a time after the first: see `servers/turns`.
 Who comes later is in the next one, with all its steps; who dies is missing; who joins
-fetches w.
+fetches w. W are those that train, as far as is known. So each change counts once, and
+as much as where all meet: two rounds, of half of the workers each, are as one of all.
 
 Axes: T variables, W workers.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc.servers.attendance import Attendance
+from tf_dgc.servers.attendance import COMES, INSIDE, Attendance
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Quorum
 
@@ -18,7 +18,7 @@ class Arrived(NamedTuple):
     """Of whom a step is."""
 
     workers: tf.Tensor  # shape [K], int64; ascending
-    weights: tf.Tensor  # shape [K], float32; in the mean, with the sum 1, or all 0
+    weights: tf.Tensor  # shape [K], float32; in the mean, or all 0; see `now`
 
 
 class Arrivals:
@@ -83,17 +83,39 @@ class Arrivals:
         return arrived
 
     def now(self) -> Arrived:
-        """Return whose gradients this worker's step is the mean of."""
+        """Return whose gradients this worker's step is the mean of.
+
+        The sum of their weights is 1. By a rule it is the share of those that have come
+        of all that take part: others come in another step, which would count for all
+        again.
+        """
         own, own_round = self._own.read_value(), self._attendance.round.read_value()
         with tf.device(self._device):
             now = self.of(tf.identity(own))
             entries = self._attendance.entries.read_value()
-            found = tf.where(now & (entries == tf.identity(own_round)))[:, 0]
+            in_round = entries == tf.identity(own_round)
+            came = now & in_round
+            found = tf.where(came)[:, 0]
             with tf.control_dependencies([found]):
                 weights = tf.gather(self._weights.read_value(), found)
             # Rows of one worker alone leave its gradient as it is.
-            total = tf.reduce_sum(weights)
-            return Arrived(found, tf.math.divide_no_nan(weights, total))
+            weights = tf.math.divide_no_nan(weights, tf.reduce_sum(weights))
+            if self._quorum is not None:
+                weights *= self._share(came, in_round)
+            return Arrived(found, weights)
+
+    def _share(self, came: tf.Tensor, in_round: tf.Tensor) -> tf.Tensor:
+        """Return how large a part of those that take part has come: shape [], float32.
+
+        Args:
+            came: shape [W], bool.
+            in_round: who is in the round, though it may be dead: shape [W], bool.
+        """
+        places = self._attendance.places.read_value()
+        takes_part = in_round & ((places == INSIDE) | (places == COMES))
+        everybody = came | (takes_part & self._members.living())
+        count = tf.math.count_nonzero
+        return tf.cast(count(came) / count(everybody), tf.float32)
 
     def late(self) -> np.ndarray:
         """Tell which workers this step waits for, eagerly: shape [W], bool."""
