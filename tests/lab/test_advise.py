@@ -478,6 +478,7 @@ class LaboratoryTest(tf.test.TestCase):
                 results=pathlib.Path(name),
                 width=64,
                 batch_size=8,
+                sleep=0.0,
             )
             for number, run, row, seconds, others in (
                 (2, 1, ("horovod", "dense"), [1.0, 6.0], {}),
