@@ -86,6 +86,8 @@ class RememberedTest(parameterized.TestCase, tf.test.TestCase):
         ('{"callbacks": [3], "optimizers": []}', "subscriptable"),
         ('{"callbacks": [], "optimizers": [[9]]}', "indices are .9."),
         ('{"callbacks": [], "optimizers": [["0"]]}', "indices are"),
+        ('{"callbacks": [], "optimizers": [], "kinds": 3}', "not iterable"),
+        ('{"callbacks": [], "optimizers": [], "kinds": [3]}', "logs of epochs"),
         (
             '{"callbacks": [{"class": "A", "best_weights": false, "fields": '
             '{"best": []}}], "optimizers": []}',

@@ -98,8 +98,8 @@ def read(path: pathlib.Path, model: keras.Model) -> Remembered:
         ) from None
     # Those with as many slots as each other would take them for their own.
     here = _kinds_of(model)
-    if found.kinds is not None and list(found.kinds) != here:
-        there = ascii(list(found.kinds))[:300]
+    if found.kinds is not None and found.kinds != here:
+        there = ascii(found.kinds)[:300]
         raise ValueError(
             f"{path}: of another optimizer: {there} in it, and {here} here"
         )
@@ -124,6 +124,7 @@ def _check_history(found: Remembered) -> None:
     whole = all(type(epoch) is int and epoch >= 0 for epoch in found.epochs)
     flags = type(found.stopped) is bool and type(found.steps) in (int, type(None))
     whole = whole and all(type(size) is int for size in found.sizes)
+    whole = whole and all(type(kind) is str for kind in found.kinds or [])
     if not whole or not all(map(_is_plain, values)) or not flags:
         raise ValueError(f"logs of epochs {found.epochs} are {found.logs}")
 
