@@ -40,6 +40,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 ROWS = ("lockstep", "restarts", "calm", "churn", "slow")
 ON_SERVERS = ROWS[2:]
 WORKERS, LENGTH, BATCH = 4, 32, 64
+LEAST_TEXT = 80_000  # characters; a tenth is unseen, of which one batch is 200 x LENGTH
 EPOCH_ROUNDS = 10
 FIRST_STEPS = 2  # which trace; no wait is counted before the last of them
 AGAIN_SECONDS = 3.0  # until another worker is started, at most
@@ -70,6 +71,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.steps < 1 or args.steps % (EPOCH_ROUNDS * args.local_steps):
         parser.error(f"`--steps` must be of epochs of {EPOCH_ROUNDS} rounds")
+    if args.data.stat().st_size < LEAST_TEXT:
+        parser.error(f"`--data` must have {LEAST_TEXT} characters at least")
     return args
 
 

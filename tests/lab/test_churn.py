@@ -48,7 +48,7 @@ class FiguresTest(unittest.TestCase):
 class RunTest(unittest.TestCase):
     def test_workers_are_killed_and_others_join(self) -> None:
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-        (folder / "text").write_text("to be or not to be, " * 2000)
+        (folder / "text").write_text("to be or not to be, " * 6000)
         words = ["--rows", "churn", "--kills", "2", "--steps", "320"]
         words += ["--data", str(folder / "text"), "--json", str(folder / "found.json")]
         done = subprocess.run(
