@@ -218,6 +218,7 @@ class Service:
         own = host if host.startswith("127.") else ""
         self._listener = socket.create_server((own, int(port)), backlog=place.groups)
         self._groups = place.groups
+        self._launch = _launch()
         self._halls: list[Hall] = []
         self._made = threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -247,7 +248,7 @@ class Service:
             peer.settimeout(_LEAVE_SECONDS)
             hello, _ = receive(peer, _FIRST_BYTES)
             peer.settimeout(None)
-            if not hmac.compare_digest(str(hello["launch"]), _launch()):
+            if not hmac.compare_digest(str(hello["launch"]), self._launch):
                 return
             number, group = int(hello["tuner"]), int(hello["group"])
             with self._made:
