@@ -82,19 +82,20 @@ def strategy_of(args: argparse.Namespace) -> Any:
 
     import tf_dgc
 
-    settings = {
-        "outer_optimizer": lambda: keras.optimizers.SGD(1.0, 0.5, nesterov=True),
-        "compression": tf_dgc.DGCConfig() if args.compress else None,
-    }
+    compression = tf_dgc.DGCConfig() if args.compress else None
     if args.worker in ON_SERVERS:
         config = tf_dgc.DownpourConfig(
             local_steps=args.local_steps,
             quorum=args.quorum,
             grace=args.grace,
-            **settings,
+            compression=compression,
         )
         return tf_dgc.DownpourStrategy(config)
-    config = tf_dgc.AveragingConfig(period=args.local_steps, **settings)
+    config = tf_dgc.AveragingConfig(
+        period=args.local_steps,
+        outer_optimizer=lambda: keras.optimizers.SGD(1.0, 0.5, nesterov=True),
+        compression=compression,
+    )
     return tf_dgc.ParameterAveragingStrategy(config)
 
 

@@ -1,5 +1,6 @@
 """Tests of averaging on servers: local steps, and rounds; workers are threads."""
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -198,6 +199,25 @@ class JoiningTest(parameterized.TestCase):
             self.fit_again(model, 1)
             self.assertEqual(int(model.optimizer.iterations), 18 + 6)
             self.assertEqual(int(other.optimizer.iterations), 18)
+
+    def test_an_outer_step_that_goes_too_far_in_rounds_of_a_part_is_told(self) -> None:
+        for quorum, outer, told in (
+            (1, lambda: keras.optimizers.SGD(**OUTER), "makes 7 of a change of 1"),
+            (1, lambda: keras.optimizers.SGD(0.5, 0.5), None),
+            (1, None, None),
+            (2, lambda: keras.optimizers.SGD(**OUTER), None),
+        ):
+            config = {"local_steps": 3, "quorum": quorum, "outer_optimizer": outer}
+            with (
+                self.subTest(config),
+                local_servers.Job(workers=2) as job,
+                self.assertLogs("tf_dgc") as logs,
+            ):
+                logging.getLogger("tf_dgc").warning("begins")
+                self.fit(job.worker(0, grace=5.0, **config))
+                found = [line for line in logs.output if "of a change of 1" in line]
+                self.assertEqual(len(found), told is not None)
+                self.assertTrue(all(str(told) in line for line in found))
 
     @pytest.mark.slow
     def test_weights_that_the_chief_loads_go_to_all(self) -> None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_dgc._host.shared import Cursor, Piece, Table
+from tf_dgc._host.shared import Cursor, Piece, SharedVariable, Table, seldom
 from tf_dgc.servers import tables
 
 numbers = itertools.count()
@@ -158,3 +158,90 @@ class FilesTest(tf.test.TestCase):
 
 if __name__ == "__main__":
     tf.test.main()
+
+
+class SeldomTest(tf.test.TestCase):
+    def shared(self) -> SharedVariable:
+        pieces = [Piece("/device:CPU:0", 0, 3)]
+        args = "test", tf.float32, [3], pieces
+        found = SharedVariable(f"test.{next(numbers)}", *args)
+        found.assign([1.0, 2.0, 3.0])
+        return found
+
+    def drawn(self, seed: int, conditional: Any) -> list[Any]:
+        """Return what six steps of a drawn program compute."""
+        draws = np.random.default_rng(seed)
+        acts, period = draws.integers(0, 6, size=8), int(draws.integers(1, 4))
+        one, other, own = self.shared(), self.shared(), tf.Variable(1.0)
+        often, count = tf.Variable(2), tf.Variable(0)
+
+        def act(kind: int) -> None:
+            if kind == 0:
+                one.assign_add(own * other.read_value())
+            elif kind == 1:
+                other.assign(0.5 * one.read_value())
+            elif kind == 2:
+                own.assign(0.5 * own + tf.reduce_sum(other.read_value()))
+            elif kind == 3:
+                own.assign_sub(0.25 * one.read_value()[0])
+            elif kind == 4:
+                tf.cond(own > 2.0, lambda: act(0), lambda: act(1))
+            else:
+                where = tf.IndexedSlices(own * tf.ones([1]), tf.constant([1]))
+                one.scatter_add(where)
+
+        def first() -> None:
+            for kind in acts[:4]:
+                act(kind)
+            conditional(often.read_value() % 2 == 0, lambda: act(acts[4]))
+            act(acts[5])
+
+        def step() -> tf.Tensor:
+            due = count.assign_add(1, read_value=True) % period == 0
+            conditional(due, first)
+            own.assign_add(1.0)
+            often.assign_add(1)
+            conditional(~due, lambda: act(acts[6]))
+            own.assign_add(0.5)
+            return own.read_value()
+
+        function = tf.function(step, autograph=False)
+        told = [float(function()) for _ in range(6)]
+        return [*told, one.numpy().tolist(), other.numpy().tolist()]
+
+    def test_drawn_programs_compute_what_they_do_by_a_plain_condition(self) -> None:
+        def plain(due: tf.Tensor, do: Any) -> None:
+            tf.cond(due, do, lambda: None)
+
+        for seed in range(25):
+            with self.subTest(seed):
+                self.assertEqual(self.drawn(seed, seldom), self.drawn(seed, plain))
+
+    def test_a_step_is_given_no_handle_of_what_is_seldom_used(self) -> None:
+        shared, own = self.shared(), tf.Variable(0)
+
+        def add() -> None:
+            shared.assign_add(tf.ones([3]))
+
+        def step() -> tf.Tensor:
+            due = own.assign_add(1, read_value=True) % 2 == 0
+            with tf.control_dependencies([seldom(due, add)]):
+                return own.read_value()
+
+        function = tf.function(step, autograph=False).get_concrete_function()
+        given = [id(each) for each in function.captured_inputs]
+        self.assertNotIn(id(shared.handle), given)
+        self.assertIn(id(own.handle), given)
+        for _ in range(4):
+            function()
+        self.assertAllEqual(shared, [3.0, 4.0, 5.0])
+
+    def test_eagerly_it_is_a_condition(self) -> None:
+        shared = self.shared()
+
+        def add() -> None:
+            shared.assign_add(tf.ones([3]))
+
+        for due in (False, True):
+            self.assertEqual(bool(seldom(tf.constant(due), add)), due)
+        self.assertAllEqual(shared, [2.0, 3.0, 4.0])

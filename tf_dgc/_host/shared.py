@@ -6,12 +6,13 @@ eagerly, and no variable object around a handle.
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_dgc._host import probe
+from tf_dgc._host import probe, tensorflow
 
 with probe.imports():
     from tensorflow.python.eager import tape
@@ -36,6 +37,8 @@ def wanted() -> list[tuple[Any, str]]:
 probe.check(wanted())
 
 _Change = Callable[..., Any]
+# Handles of variables by name, of graphs that know them so; see `seldom`.
+_named: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class Piece(NamedTuple):
@@ -123,7 +126,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
             trainable=watched,
             shape=self.whole,
             dtype=dtype,
-            handle=self._handles[0],
+            handle=self._handles[0].eager,
             handle_name=name,
             unique_id=unique_id or name,
             name=name,
@@ -131,11 +134,11 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
     def handle_of(self, at: int) -> Any:
         """Return the handle of a piece."""
-        return self._handles[at]
+        return self._handles[at].now()
 
     @property
     def _handle(self) -> Any:
-        return self._handles[self.cursor.at or 0]
+        return self._handles[self.cursor.at or 0].now()
 
     @_handle.setter
     def _handle(self, value: Any) -> None:
@@ -163,7 +166,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     def initialized(self) -> bool:
         """Tell whether all of it has a value, asked of the servers."""
         return all(
-            [bool(tf.raw_ops.VarIsInitializedOp(resource=h)) for h in self._handles]
+            bool(tf.raw_ops.VarIsInitializedOp(resource=handle.eager))
+            for handle in self._handles
         )
 
     def value(self) -> tf.Tensor:
@@ -238,12 +242,12 @@ def _handles(
     dtype: tf.DType,
     whole: tf.TensorShape,
     pieces: Sequence[Piece],
-) -> list[Any]:
+) -> list["Handle"]:
     """Return the handles of pieces; arguments as of `SharedVariable`."""
     if len(pieces) == 1:
-        return [_handle(name, container, dtype, whole, pieces[0].device)]
+        return [Handle(name, container, dtype, whole, pieces[0].device)]
     return [
-        _handle(f"{name}.{i}", container, dtype, _shape_of(piece, whole), piece.device)
+        Handle(f"{name}.{i}", container, dtype, _shape_of(piece, whole), piece.device)
         for i, piece in enumerate(pieces)
     ]
 
@@ -286,14 +290,14 @@ class Table(SharedVariable):
         super().__init__(*args, **kwargs)
         self.writes = writes
         self._distribute_strategy = strategy
-        self._anchor = _handle(
+        self._anchor = Handle(
             f"{self.name}.anchor", "", self.dtype, self.whole, "/device:CPU:0"
         )
 
     @property
     def _handle(self) -> Any:
         at = self.cursor.at
-        return self._anchor if at is None else self._handles[at]
+        return self._anchor.eager if at is None else self._handles[at].now()
 
     @_handle.setter
     def _handle(self, value: Any) -> None:
@@ -357,20 +361,90 @@ def _traced(operation: Callable[..., Any], form: tuple[Any, ...]) -> Callable[..
     return function
 
 
-def _handle(
-    name: str, container: str, dtype: tf.DType, shape: tf.TensorShape, device: str
-) -> Any:
-    """Return the handle of a variable, with what shape inference knows of it.
+class Handle:
+    """Handle of a variable that is somewhere, by name.
 
-    tensorflow/python/ops/handle_data_util.py: create_handle_data, set_handle_data.
+    Attributes:
+        eager: with what shape inference knows of the variable.
     """
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=dtype, shape=shape, shared_name=name, container=container
-        )
-    data = handle_data_util.create_handle_data(shape, dtype)
-    handle_data_util.set_handle_data(handle, data)
-    return handle
+
+    def __init__(
+        self,
+        name: str,
+        container: str,
+        dtype: tf.DType,
+        shape: tf.TensorShape,
+        device: str,
+    ) -> None:
+        """Make the handle; arguments as of `SharedVariable`, of one piece."""
+        self._key = f"{container}/{name}"
+
+        def make() -> Any:
+            with tf.device(device):
+                handle = tf.raw_ops.VarHandleOp(
+                    dtype=dtype, shape=shape, shared_name=name, container=container
+                )
+            data = handle_data_util.create_handle_data(shape, dtype)
+            handle_data_util.set_handle_data(handle, data)
+            return handle
+
+        self._make = make
+        with tf.init_scope():
+            self.eager = make()
+
+    def now(self) -> Any:
+        """Return what operations take that are made now.
+
+        tensorflow/python/ops/handle_data_util.py: create_handle_data, set_handle_data.
+        """
+        graph = _knowing_names()
+        if graph is None:
+            return self.eager
+        # One of a graph, by which operations on the variable keep their order.
+        found = _named[graph]
+        if self._key not in found:
+            with graph.as_default(), tf.control_dependencies(None):
+                found[self._key] = self._make()
+        return found[self._key]
+
+
+def _knowing_names() -> Any:
+    """Return the graph around what is traced that knows variables by name, or None."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and graph not in _named:
+        graph = getattr(graph, "outer_graph", None)
+    return graph
+
+
+def seldom(due: tf.Tensor, do: Callable[[], None]) -> tf.Tensor:
+    """Do something with variables on servers, if it is due: not in most steps.
+
+    A graph has the operations of all its branches, and servers are told of each in a
+    branch that is not taken that it is not run; of hundreds that takes longer than a
+    step. So it does where handles of variables come in from outside. Here a branch is a
+    function of its own, which knows variables on servers by name.
+
+    Args:
+        due: shape [], bool.
+        do: takes nothing, returns nothing.
+
+    Returns:
+        What comes after it, shape [], bool. By itself only that is in order which is
+        done with the same variables of this process: those of servers are not seen.
+    """
+
+    def run() -> tf.Tensor:
+        do()
+        return tf.constant(True)
+
+    def traced() -> tf.Tensor:
+        _named[tf.compat.v1.get_default_graph()] = {}
+        return run()
+
+    within = tf.executing_eagerly() or _knowing_names() is not None
+    function = run if within else tensorflow.not_inlined(traced)
+    done: tf.Tensor = tf.cond(due, function, lambda: tf.constant(False))
+    return done
 
 
 def bypassed(variable: Any, method: str) -> Callable[..., Any]:

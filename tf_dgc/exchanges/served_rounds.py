@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tf_dgc import _host
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.exchanges.inplace import own_variable
@@ -177,7 +178,7 @@ class LocalRounds(Exchange):
 
         Those of the chief go to the servers; others take what these have.
         """
-        tf.cond(self._twins.changed.read_value(), self._begin_anew, lambda: None)
+        _host.shared.seldom(self._twins.changed.read_value(), self._begin_anew)
 
     def _begin_anew(self) -> None:
         if self._members.is_chief:
@@ -191,7 +192,7 @@ class LocalRounds(Exchange):
         with tf.device("CPU:0"):
             due = self.position.assign_add(1, read_value=True) >= self._period
         # The optimizer itself counts this step later.
-        tf.cond(due, functools.partial(self._hold, 1), lambda: None)
+        _host.shared.seldom(due, functools.partial(self._hold, 1))
 
     def _hold(self, uncounted: int = 0) -> None:
         """Bring the change to the servers; fetch what has become of it.

@@ -43,6 +43,26 @@ def _plain_rate(outer: keras.optimizers.Optimizer) -> float | None:
     return float(outer.learning_rate) if is_plain else None
 
 
+def _amplifies(outer: keras.optimizers.Optimizer, quorum: int) -> list[str]:
+    """Return a warning where an outer optimizer makes more of a change than it is.
+
+    In rounds of a part of the workers, changes were begun before the last rounds, and
+    go the same way once more.
+    """
+    if not isinstance(outer, keras.optimizers.SGD):
+        return []
+    gain = float(outer.learning_rate) / max(1.0 - (outer.momentum or 0.0), 1e-7)
+    if gain <= 1.0 + 1e-6:
+        return []
+    return [
+        f"With DownpourConfig(quorum={quorum}) rounds are of a part of the workers, "
+        "whose changes do not know of each other: `outer_optimizer` makes "
+        f"{gain:.3g} of a change of 1 in the end (learning_rate / (1 - momentum)), and "
+        "goes too far. Leave `outer_optimizer` out, which takes the average, or the "
+        "quorum, or let it make 1 of 1"
+    ]
+
+
 class LocalTraining:
     """Local steps of workers, whose changes go to the servers in rounds.
 
@@ -96,6 +116,9 @@ class LocalTraining:
             )
         with tf.init_scope():
             outer = self._outer_of(optimizer)
+            quorum = self._make.settings.quorum
+            if quorum is not None and quorum < self._make.members.workers:
+                self._core.warn(_amplifies(outer, quorum))
             self._make.compressing = self._compressing(optimizer, outer)
             with self.stepping():
                 exchange = open_outer(outer, variables)

@@ -150,9 +150,11 @@ class ServedTraining(Exchanging):
             if self._make.members.is_chief:
                 twins, succession = self._make.twins, self._make.members.succession
                 gives = twins.changed.read_value() & succession.counts_now.read_value()
-                tf.cond(gives, twins.give, lambda: None)
-                succession.tell()
-            super().exchange_and_update(optimizer, used, learning_rate, push)
+                given = [_host.shared.seldom(gives, twins.give)]
+                with tf.control_dependencies(given):
+                    succession.tell()
+            with tf.control_dependencies(given):
+                super().exchange_and_update(optimizer, used, learning_rate, push)
 
 
 def _refuse_without_values(variables: Sequence[Any]) -> None:
