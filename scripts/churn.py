@@ -9,14 +9,15 @@ machine; a step lasts as long as it computes and `--pace` seconds more, so that 
 do not wait for processors. In each row worker 0 takes as many steps:
 
     lockstep   ParameterAveragingStrategy, as DiLoCo: all wait for all
-    restarts   the same; each kill ends the job, which starts again from its backup
+    average    the same without an outer optimizer, as on servers
+    restarts   lockstep; each kill ends the job, which starts again from its backup
     calm       DownpourStrategy(local_steps=), rounds by a quorum: nobody dies
     churn      the same; the others are killed at drawn moments, and new ones join
     slow       the same as calm; one worker takes three times as long for a step
 
 Of these kills half take a worker, half its launcher, too (`tf-dgc-run --join`), also
 while it starts. Printed are the loss on unseen text in nats, seconds of worker 0 from
-its first to its last step, the longest wait of a worker behind its second step, and
+its first to its last step, the longest wait of a worker behind its first round, and
 bytes sent in a step.
 """
 
@@ -37,12 +38,12 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-ROWS = ("lockstep", "restarts", "calm", "churn", "slow")
-ON_SERVERS = ROWS[2:]
+ROWS = ("lockstep", "average", "restarts", "calm", "churn", "slow")
+ON_SERVERS = ROWS[3:]
 WORKERS, LENGTH, BATCH = 4, 32, 64
 LEAST_TEXT = 80_000  # characters; a tenth is unseen, of which one batch is 200 x LENGTH
 EPOCH_ROUNDS = 10
-FIRST_STEPS = 2  # which trace; no wait is counted before the last of them
+PASSED = "data steps local_steps pace quorum grace momentum seed".split()
 AGAIN_SECONDS = 3.0  # until another worker is started, at most
 POLL_SECONDS = 0.05
 
@@ -61,6 +62,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.1, help="seconds")
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--grace", type=float, default=3.0, help="seconds")
+    parser.add_argument(
+        "--momentum", type=float, default=0.0, help="of the outer step on servers"
+    )
     parser.add_argument("--compress", action="store_true", help="what is sent")
     parser.add_argument("--seed", type=int, default=1, help="of weights and kills")
     parser.add_argument("--timeout", type=float, default=1800.0, help="of a row")
@@ -82,19 +86,26 @@ def strategy_of(args: argparse.Namespace) -> Any:
 
     import tf_dgc
 
+    on_servers = args.worker in ON_SERVERS
+    momentum = {"average": 0.0, "lockstep": 0.5, "restarts": 0.5}
+    factor = momentum.get(args.worker, args.momentum)
+
+    def outer_sgd() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(1.0, factor, nesterov=True)
+
+    outer = outer_sgd if factor else None
     compression = tf_dgc.DGCConfig() if args.compress else None
-    if args.worker in ON_SERVERS:
+    if on_servers:
         config = tf_dgc.DownpourConfig(
             local_steps=args.local_steps,
             quorum=args.quorum,
             grace=args.grace,
+            outer_optimizer=outer,
             compression=compression,
         )
         return tf_dgc.DownpourStrategy(config)
     config = tf_dgc.AveragingConfig(
-        period=args.local_steps,
-        outer_optimizer=lambda: keras.optimizers.SGD(1.0, 0.5, nesterov=True),
-        compression=compression,
+        period=args.local_steps, outer_optimizer=outer, compression=compression
     )
     return tf_dgc.ParameterAveragingStrategy(config)
 
@@ -163,7 +174,7 @@ class Launched:
         """Start it; its workers run this script."""
         given = [str(HERE / "churn.py"), *own]
         self.alone = "--join" in words
-        for name in ("data", "steps", "local_steps", "pace", "quorum", "grace", "seed"):
+        for name in PASSED:
             given += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         given += ["--compress"] if args.compress else []
         self._log = (args.folder / "log").open("ab")
@@ -270,7 +281,8 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
     for file in args.folder.glob("*.steps"):
         lines = file.read_text().splitlines()
         times = [float(line) for line in lines if line.count(".") == 1]
-        pairs = zip(times[FIRST_STEPS:], times[FIRST_STEPS - 1 :], strict=False)
+        first = args.local_steps  # steps, which trace, and build what a round takes
+        pairs = zip(times[first:], times[first - 1 :], strict=False)
         waits += [later - earlier - args.pace for later, earlier in pairs]
         if file.name.startswith("0-"):
             chief += times

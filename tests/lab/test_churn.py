@@ -23,11 +23,11 @@ class FiguresTest(unittest.TestCase):
     def found(self, **logs: str) -> dict:
         for name, text in logs.items():
             (self.folder / f"{name.replace('_', '-')}.steps").write_text(text)
-        args = argparse.Namespace(folder=self.folder, pace=0.5)
+        args = argparse.Namespace(folder=self.folder, pace=0.5, local_steps=2)
         return churn.figures(args)
 
-    def test_waits_are_of_all_workers_behind_their_first_steps(self) -> None:
-        # The second step of each ends late, as it traces.
+    def test_waits_are_of_all_workers_behind_their_first_rounds(self) -> None:
+        # The second step of each ends late, as it builds the first round.
         first = "0.0\n9.0\n9.5\n11.0\n"
         found = self.found(**{"0_7": first, "1_8": "3.0\n9.0\n13.0\n13.5\n"})
         self.assertEqual(found["wait"], 3.5)
