@@ -6,7 +6,6 @@ eagerly, and no variable object around a handle.
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +36,8 @@ def wanted() -> list[tuple[Any, str]]:
 probe.check(wanted())
 
 _Change = Callable[..., Any]
-# Handles of variables by name, of graphs that know them so; see `seldom`.
-_named: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+# Attribute of graphs that know variables by name, with their handles; see `seldom`.
+_NAMED = "tf_dgc_handles"
 
 
 class Piece(NamedTuple):
@@ -401,7 +400,7 @@ class Handle:
         if graph is None:
             return self.eager
         # One of a graph, by which operations on the variable keep their order.
-        found = _named[graph]
+        found = getattr(graph, _NAMED)
         if self._key not in found:
             with graph.as_default(), tf.control_dependencies(None):
                 found[self._key] = self._make()
@@ -411,7 +410,7 @@ class Handle:
 def _knowing_names() -> Any:
     """Return the graph around what is traced that knows variables by name, or None."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None and graph not in _named:
+    while graph is not None and not hasattr(graph, _NAMED):
         graph = getattr(graph, "outer_graph", None)
     return graph
 
@@ -438,7 +437,7 @@ def seldom(due: tf.Tensor, do: Callable[[], None]) -> tf.Tensor:
         return tf.constant(True)
 
     def traced() -> tf.Tensor:
-        _named[tf.compat.v1.get_default_graph()] = {}
+        setattr(tf.compat.v1.get_default_graph(), _NAMED, {})
         return run()
 
     within = tf.executing_eagerly() or _knowing_names() is not None
