@@ -1,9 +1,14 @@
 """Tests of averaging on servers: local steps, and rounds; workers are threads."""
 
+import contextlib
+import functools
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import keras
 import local_servers
@@ -16,6 +21,7 @@ import tf_dgc
 from tf_dgc.compression import arena
 from tf_dgc.exchanges.modes import Combining
 from tf_dgc.exchanges.served_messages import UnsentChanges, combined
+from tf_dgc.exchanges.served_rounds import CommonCount
 
 BATCH, FEATURES = 16, 4
 OUTER = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
@@ -165,6 +171,73 @@ class EqualityTest(parameterized.TestCase):
                 np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-6)
             stats = strategies[0].server_stats()
             self.assertEqual(int(stats.pushes), 2 * 3)
+
+
+class PaceTest(parameterized.TestCase):
+    """Workers that are not equally fast, in rounds of all."""
+
+    def fit(self, job: Any, callback: Any = None, **options: Any) -> list[keras.Model]:
+        """Train two workers of the same rows; return their models."""
+        x, y = data(7)
+        half = BATCH // 2
+        for begin in range(0, len(x), BATCH):  # the rows of one worker are the other's
+            for array in (x, y):
+                array[begin + half : begin + BATCH] = array[begin : begin + half]
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        models = []
+        for k in range(2):
+            strategy = job.worker(k, local_steps=3) if job else None
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                models.append(compiled(network(), keras.optimizers.Adam(0.01)))
+
+        def train(k: int) -> None:
+            given = [] if callback is None else [callback(k)]
+            models[k].fit(batches, epochs=2, verbose=0, callbacks=given)
+
+        in_threads([functools.partial(train, k) for k in range(2)])
+        return models
+
+    def test_who_begins_a_period_late_counts_its_own_steps_only(self) -> None:
+        take, drawn = CommonCount.take, random.Random(3)
+
+        def nap() -> np.bool_:
+            time.sleep(drawn.random() * 0.1)
+            return np.bool_(True)
+
+        def late(count: CommonCount, uncounted: int) -> None:
+            slept = tf.numpy_function(nap, [], tf.bool, stateful=True)
+            with tf.control_dependencies([slept]):
+                take(count, uncounted)
+
+        with (
+            mock.patch.object(CommonCount, "take", late),
+            local_servers.Job(workers=2) as job,
+        ):
+            models = self.fit(job)
+        self.assertEqual([int(m.optimizer.iterations) for m in models], [14, 14])
+
+    @parameterized.parameters(0, 1)
+    def test_weights_that_all_assign_within_a_round_are_those_of_one_process(
+        self, late: int
+    ) -> None:
+        values = [0.5 * value for value in network().get_weights()]
+
+        class Assign(keras.callbacks.Callback):
+            def __init__(self, k: int) -> None:
+                super().__init__()
+                self.late = k == late
+
+            def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+                if batch == 4:
+                    time.sleep(0.3 * self.late)
+                    self.model.set_weights(values)
+
+        plain, *_ = self.fit(None, Assign)
+        with local_servers.Job(workers=2) as job:
+            models = self.fit(job, Assign)
+        for model in models:
+            for own, one in zip(model.get_weights(), plain.get_weights(), strict=True):
+                np.testing.assert_allclose(own, one, rtol=2e-5, atol=2e-6)
 
 
 class JoiningTest(parameterized.TestCase):

@@ -176,15 +176,17 @@ class LocalRounds(Exchange):
     def begin_step(self) -> None:
         """Begin anew where this worker's parameters were assigned, as by a script.
 
-        Those of the chief go to the servers; others take what these have.
+        Those of the chief go to the servers. Others go on from theirs until the next
+        round: the servers may still have what there was before, as the chief assigns
+        the same a moment later.
         """
         _host.shared.seldom(self._twins.changed.read_value(), self._begin_anew)
 
     def _begin_anew(self) -> None:
         if self._members.is_chief:
             counts = self._members.succession.counts_now.read_value()
-            tf.cond(counts, self.outer.give, lambda: None)
-        self.outer.fetch()
+            tf.cond(counts, self.outer.give, self.outer.fetch)
+        self._twins.changed.assign(False)
         self._begin_period()
 
     def parameters(self) -> None:
@@ -202,11 +204,12 @@ class LocalRounds(Exchange):
         """
         offer = self._changes.offer(self.position, self._common.rate.tell())
         self.outer.offer = offer
-        self._common.tell(uncounted)
         self._step(offer.changes)
 
         def begin() -> None:
             self._changes.commit(offer)
+            # Not before: who begins its period late would count a later round's steps.
+            self._common.tell(uncounted)
             self._begin_period(uncounted)
 
         tf.cond(self.outer.landed.read_value(), begin, lambda: None)
