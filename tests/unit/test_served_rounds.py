@@ -1,6 +1,5 @@
 """Tests of averaging on servers: local steps, and rounds; workers are threads."""
 
-import contextlib
 import functools
 import logging
 import random
@@ -176,18 +175,21 @@ class EqualityTest(parameterized.TestCase):
 class PaceTest(parameterized.TestCase):
     """Workers that are not equally fast, in rounds of all."""
 
-    def fit(self, job: Any, callback: Any = None, **options: Any) -> list[keras.Model]:
-        """Train two workers of the same rows; return their models."""
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return data of which each worker has the rows of the other."""
         x, y = data(7)
         half = BATCH // 2
-        for begin in range(0, len(x), BATCH):  # the rows of one worker are the other's
+        for begin in range(0, len(x), BATCH):
             for array in (x, y):
                 array[begin + half : begin + BATCH] = array[begin : begin + half]
-        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        return x, y
+
+    def fit(self, job: Any, callback: Any = None) -> list[keras.Model]:
+        """Train two workers; return their models."""
+        batches = tf.data.Dataset.from_tensor_slices(self.rows()).batch(BATCH)
         models = []
         for k in range(2):
-            strategy = job.worker(k, local_steps=3) if job else None
-            with strategy.scope() if strategy else contextlib.nullcontext():
+            with job.worker(k, local_steps=3).scope():
                 models.append(compiled(network(), keras.optimizers.Adam(0.01)))
 
         def train(k: int) -> None:
@@ -232,7 +234,12 @@ class PaceTest(parameterized.TestCase):
                     time.sleep(0.3 * self.late)
                     self.model.set_weights(values)
 
-        plain, *_ = self.fit(None, Assign)
+        plain, (x, y) = compiled(network(), keras.optimizers.Adam(0.01)), self.rows()
+        for t in [*range(7), *range(7)]:
+            if t == 4:
+                plain.set_weights(values)
+            own = slice(t * BATCH, (t + 1) * BATCH)
+            plain.train_on_batch(x[own], y[own])
         with local_servers.Job(workers=2) as job:
             models = self.fit(job, Assign)
         for model in models:
