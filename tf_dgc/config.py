@@ -280,10 +280,10 @@ class AveragingConfig(_Settings):
             everything.
         combine: what compressed changes of an element become: "mean", the mean over all
             workers; "senders", the mean over those that sent this element in this
-            round; or "auto". That is "senders" for optimizers that normalize their
-            steps, as Adam, Lion and RMSprop do, whose mean is too short a step, and
-            "mean" for SGD, and where there is an outer optimizer, or
-            `exchange="owners"`, which makes sums.
+            round, or four times that over all, if that is less; or "auto". That is
+            "senders" for optimizers that normalize their steps, as Adam, Lion and
+            RMSprop do, whose mean is too short a step, and "mean" for SGD, and where
+            there is an outer optimizer, or `exchange="owners"`, which makes sums.
         error_decay: what of a change that was not sent is left after each round, in
             (0, 1]; by default 0.95 with "senders", and 1, all of it, with "mean".
         average_slots: average also what the optimizer keeps, such as momentum, which

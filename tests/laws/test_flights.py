@@ -91,7 +91,7 @@ class Twin:
         total = np.sum(sent, axis=0)
         if self.combining.senders:
             senders = np.sum([part != 0 for part in sent], axis=0)
-            total = total * len(changes) / np.maximum(senders, 1)
+            total = total * np.minimum(len(changes) / np.maximum(senders, 1), 4)
         return total
 
 

@@ -273,10 +273,10 @@ class TrainingTest(parameterized.TestCase, tf.test.TestCase):
 
 @pytest.mark.long
 class CombiningTest(parameterized.TestCase, tf.test.TestCase):
-    @parameterized.parameters((False, 1 / 3), (True, 1.0))
+    @parameterized.parameters((3, False, 1 / 3), (3, True, 1.0), (6, True, 4 / 6))
     @pytest.mark.slow
-    def test_what_one_worker_alone_sends_is_applied_whole_among_senders(
-        self, senders: bool, share: float
+    def test_what_one_worker_alone_sends_is_applied_whole_among_few_senders(
+        self, workers: int, senders: bool, share: float
     ) -> None:
         def work(transport: Loopback) -> Any:
             config = DGCConfig(sparsity=0.9, min_elements=0)
@@ -288,13 +288,13 @@ class CombiningTest(parameterized.TestCase, tf.test.TestCase):
             worker.apply(gradients)
             return worker.values
 
-        found = run_workers(3, work)
+        found = run_workers(workers, work)
         for values in found:
-            moved = (start()[0] - values[0])[:3]
+            moved = (start()[0] - values[0])[:workers]
             sent = moved[moved != 0]
             self.assertAllClose(sent, np.full(sent.shape, share * RATE), rtol=1e-3)
             self.assertGreater(sent.size, 8)
-            self.assertAllEqual(start()[0][3:], values[0][3:])
+            self.assertAllEqual(start()[0][workers:], values[0][workers:])
         self.assertAllEqual(found[0][0], found[1][0])
 
     @parameterized.parameters(1.0, 0.5)

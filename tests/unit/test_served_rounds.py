@@ -1,6 +1,7 @@
 """Tests of averaging on servers: local steps, and rounds; workers are threads."""
 
 import functools
+import itertools
 import logging
 import random
 import threading
@@ -433,15 +434,17 @@ class CompressionTest(parameterized.TestCase):
             ]
         )
         words = tf.stack([each.words for each in found])
-        weights = np.array([0.25, 0.0, 0.5], "float32")  # of three of four
-        for senders in (False, True):
+        # Of two of three, and where one alone goes farther than any may.
+        for senders, own, farthest in itertools.product(
+            (False, True), ([0.25, 0.0, 0.5], [0.06, 0.34, 0.6]), [4.0]
+        ):
+            weights = np.array(own, "float32")
             rule = Combining(senders)
             mean = combined(kept[0].form, words, tf.constant(weights), rule).numpy()
             twin = np.sum(weights[:, None] * sent, 0)
             if senders:
                 total = np.sum(weights[:, None] * (sent != 0), 0)
-                twin = np.divide(twin, total, out=np.zeros_like(twin), where=total > 0)
-                twin *= np.sum(weights)
+                twin *= np.minimum(np.sum(weights) / np.maximum(total, 1e-9), farthest)
             np.testing.assert_allclose(mean, twin, rtol=1e-5, atol=1e-6)
 
 

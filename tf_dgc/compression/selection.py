@@ -27,6 +27,8 @@ MIN_SAMPLED = 8192
 SMALLEST = 1.1754944e-38
 # The elements of a line lie side by side; only lines with a large one are looked into.
 LINE = 8
+# Times that an element may go as far by its senders alone as by the mean over all.
+FARTHEST = 4.0
 _NOWHERE = 2**31 - 1  # no arena has as many elements
 
 
@@ -376,6 +378,8 @@ def added(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Tenso
 def average(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Sum, as `densify` does, but N times the mean over those that sent an element.
 
+    At most `FARTHEST` times the sum: what one of many workers has sent is mostly noise.
+
     Args:
         arena: as for `densify`.
         positions: as for `densify`; P in unused slots.
@@ -386,7 +390,7 @@ def average(arena: tf.Tensor, positions: tf.Tensor, values: tf.Tensor) -> tf.Ten
     """
     senders = densify(arena, positions, tf.ones_like(values))
     scale = tf.cast(positions.shape[0], tf.float32) / tf.maximum(senders, 1.0)
-    return scale * densify(arena, positions, values)
+    return tf.minimum(scale, FARTHEST) * densify(arena, positions, values)
 
 
 def in_rooms(

@@ -53,7 +53,7 @@ def combined(
         messages: shape [W, words], int32.
         weights: shape [W], float32; 0 of those that do not count.
         combining: by senders an element counts as if all had sent the mean of those
-            that did.
+            that did; see `selection.average`.
 
     Returns:
         shape [P], float32; 0 where nobody sent.
@@ -65,7 +65,8 @@ def combined(
         return total
     ones = by * tf.ones_like(values)
     senders = selection.densify(nothing, positions, ones)[: form.size]
-    return tf.reduce_sum(weights) * tf.math.divide_no_nan(total, senders)
+    scale = tf.math.divide_no_nan(tf.reduce_sum(weights), senders)
+    return tf.minimum(scale, selection.FARTHEST) * total
 
 
 class Message(NamedTuple):
