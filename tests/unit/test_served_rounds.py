@@ -191,7 +191,7 @@ class PaceTest(parameterized.TestCase):
         models = []
         for k in range(2):
             with job.worker(k, local_steps=3).scope():
-                models.append(compiled(network(), keras.optimizers.Adam(0.01)))
+                models.append(compiled(network(), keras.optimizers.SGD(0.05)))
 
         def train(k: int) -> None:
             given = [] if callback is None else [callback(k)]
@@ -223,6 +223,8 @@ class PaceTest(parameterized.TestCase):
     def test_weights_that_all_assign_within_a_round_are_those_of_one_process(
         self, late: int
     ) -> None:
+        # SGD, as slots of Adam have what a slow worker saw: it may fetch the chief's
+        # assignment before it comes to its own.
         values = [0.5 * value for value in network().get_weights()]
 
         class Assign(keras.callbacks.Callback):
@@ -235,7 +237,7 @@ class PaceTest(parameterized.TestCase):
                     time.sleep(0.3 * self.late)
                     self.model.set_weights(values)
 
-        plain, (x, y) = compiled(network(), keras.optimizers.Adam(0.01)), self.rows()
+        plain, (x, y) = compiled(network(), keras.optimizers.SGD(0.05)), self.rows()
         for t in [*range(7), *range(7)]:
             if t == 4:
                 plain.set_weights(values)

@@ -59,7 +59,7 @@ def _amplifies(outer: keras.optimizers.Optimizer, quorum: int) -> list[str]:
         "whose changes do not know of each other: `outer_optimizer` makes "
         f"{gain:.3g} of a change of 1 in the end (learning_rate / (1 - momentum)), and "
         "goes too far. Leave `outer_optimizer` out, which takes the average, or the "
-        "quorum, or let it make 1 of 1"
+        "quorum, or let that be at most 1"
     ]
 
 
