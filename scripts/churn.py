@@ -43,7 +43,7 @@ ON_SERVERS = ROWS[3:]
 WORKERS, LENGTH, BATCH = 4, 32, 64
 LEAST_TEXT = 80_000  # characters; a tenth is unseen, of which one batch is 200 x LENGTH
 EPOCH_ROUNDS = 10
-PASSED = "data steps local_steps pace quorum grace momentum seed".split()
+PASSED = "data steps local_steps pace quorum grace liveness momentum seed".split()
 AGAIN_SECONDS = 3.0  # until another worker is started, at most
 POLL_SECONDS = 0.05
 
@@ -60,8 +60,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3200, help="of worker 0")
     parser.add_argument("--local-steps", type=int, default=16)
     parser.add_argument("--pace", type=float, default=0.1, help="seconds")
-    parser.add_argument("--quorum", type=int, default=2)
+    parser.add_argument("--quorum", type=int, default=2, help="0: all that train")
     parser.add_argument("--grace", type=float, default=3.0, help="seconds")
+    parser.add_argument("--liveness", type=float, default=30.0, help="seconds")
     parser.add_argument(
         "--momentum", type=float, default=0.0, help="of the outer step on servers"
     )
@@ -98,8 +99,9 @@ def strategy_of(args: argparse.Namespace) -> Any:
     if on_servers:
         config = tf_dgc.DownpourConfig(
             local_steps=args.local_steps,
-            quorum=args.quorum,
+            quorum=args.quorum or None,
             grace=args.grace,
+            liveness=args.liveness,
             outer_optimizer=outer,
             compression=compression,
         )

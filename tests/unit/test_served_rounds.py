@@ -283,6 +283,66 @@ class JoiningTest(parameterized.TestCase):
             self.assertEqual(int(model.optimizer.iterations), 18 + 6)
             self.assertEqual(int(other.optimizer.iterations), 18)
 
+    def test_who_joins_goes_on_with_what_the_optimizer_of_another_keeps(self) -> None:
+        settings: dict[str, Any] = {"local_steps": 3, "quorum": 1, "grace": 5.0}
+        trains, ended = threading.Event(), threading.Event()
+        kept: list[list[np.ndarray]] = []  # of the chief, after each step
+        first: list[list[np.ndarray]] = []  # of the one that joins, after its first
+
+        def slots(model: keras.Model) -> list[np.ndarray]:
+            mean, square = model.optimizer._momentums, model.optimizer._velocities
+            flat = [
+                np.concatenate([np.ravel(v) for v in each]) for each in (mean, square)
+            ]
+            return [each.astype(float) for each in flat]
+
+        class Chief(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                kept.append(slots(self.model))
+                if len(kept) == 9:
+                    trains.set()
+                time.sleep(0.02)
+                self.model.stop_training = ended.is_set()
+
+        class Joins(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                if not first:
+                    first.append(slots(self.model))
+
+        def join(job: local_servers.Job) -> None:
+            trains.wait(60)
+            try:
+                self.fit(job.worker(1, **settings), callbacks=[Joins()])
+            finally:
+                ended.set()
+
+        with local_servers.Job(workers=2) as job:
+            chief = job.worker(0, **settings)
+            in_threads(
+                [
+                    lambda: self.fit(chief, epochs=10**4, callbacks=[Chief()]),
+                    lambda: join(job),
+                ]
+            )
+        # Of Adam: mean <- 0.9 mean + 0.1 g; square <- 0.999 square + 0.001 g^2.
+        ((mean, square),) = first
+        gaps = [
+            np.abs(((mean - 0.9 * m) / 0.1) ** 2 - (square - 0.999 * v) / 0.001).max()
+            for m, v in kept
+        ]
+        self.assertLess(min(gaps), 1e-3)
+        self.assertGreaterEqual(np.argmin(gaps), 8)
+
+    def test_who_joins_where_nobody_trains_is_told_that_its_optimizer_is_new(
+        self,
+    ) -> None:
+        with local_servers.Job(workers=2) as job:
+            self.fit(job.worker(0, local_steps=3, quorum=1))
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                self.fit(job.worker(1, local_steps=3, quorum=1))
+        (line,) = [line for line in logs.output if "knows nothing of these" in line]
+        self.assertIn("Worker 1 begins at step 6 of the others", line)
+
     def test_an_outer_step_that_goes_too_far_in_rounds_of_a_part_is_told(self) -> None:
         for quorum, outer, told in (
             (1, lambda: keras.optimizers.SGD(**OUTER), "makes 7 of a change of 1"),

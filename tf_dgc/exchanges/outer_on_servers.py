@@ -186,6 +186,10 @@ class OuterOnServers(ServedTogether):
             self.version.assign_add(1)  # so that nobody takes a round for all there is
         self.extras.give()
 
+    def after_steps(self, then: Callable[[], None]) -> None:
+        """Have something done by who has taken a step for all, when others go on."""
+        self._together.then = then
+
     def settle(self, always: bool = False) -> None:
         """Leave it to the local steps."""
 

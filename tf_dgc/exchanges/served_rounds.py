@@ -30,6 +30,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.exchanges.base import Exchange, Place, TakenOver, Update
 from tf_dgc.exchanges.downpour import Downpouring
+from tf_dgc.exchanges.handover import Handover
 from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.moved import Trained
 from tf_dgc.exchanges.outer_on_servers import Compressing, OuterOnServers
@@ -47,6 +48,7 @@ class LocalOptimizer(NamedTuple):
     outer: OuterOnServers  # the exchange of its outer optimizer
     step: Callable[[list[tf.Tensor]], None]  # takes the outer optimizer's step
     steps: tf.Variable  # counts local steps
+    slots: Sequence[tf.Variable]  # what else the optimizer keeps of its training
     rate: Any  # variable of the learning rate; None where it is computed
     settings: Mapping[str, Any]  # of the optimizer, which all must have alike
 
@@ -83,6 +85,7 @@ class CommonCount:
 
     Attributes:
         rate: of the optimizer.
+        handover: of what else it keeps.
     """
 
     def __init__(self, name: str, make: RoundsOnServers, local: LocalOptimizer) -> None:
@@ -100,11 +103,13 @@ class CommonCount:
         servers, members, self._own = make.servers, make.members, local.steps
         self._steps = servers.variable(f"{name}.local_steps", tf.int64)
         self.rate = Rate(name, servers, members, local.rate)
+        self.handover = Handover(name, servers, members, make.totals, local.slots)
         settings = dict(local.settings)
 
         def begin() -> None:
             self._steps.assign(tf.cast(self._own, tf.int64))
             self.rate.begin()
+            self.handover.begin()
 
         variable = servers.variable(f"{name}.record", tf.string)
         there = members.records.share(
@@ -122,6 +127,11 @@ class CommonCount:
         """
         steps = tf.cast(self._own.read_value(), tf.int64)
         self._steps.assign(tf.maximum(self._steps.read_value(), steps + uncounted))
+
+    @property
+    def missed(self) -> int:
+        """Number of steps that others have taken, if this worker has taken none."""
+        return 0 if int(self._own) else int(self._steps.read_value())
 
     def take(self, uncounted: int) -> None:
         """Go on from the steps of all, and with the chief's rate."""
@@ -159,8 +169,17 @@ class LocalRounds(Exchange):
             self.position = own_variable(tf.zeros([], tf.int64), "round_position")
         with tf.init_scope():
             self._common = CommonCount(self.name, make, local)
-            self._begin_period()
-        self._functions: dict[str, Any] = {}
+            self._functions: dict[str, Any] = {}
+            self._join()
+
+    def _join(self) -> None:
+        """Begin, where others have begun as they are, eagerly."""
+        handover, turns = self._common.handover, self.outer.turns
+        self.outer.after_steps(handover.answer)
+        if turns is not None and (missed := self._common.missed):
+            handover.take(missed, turns.attendance, self._members.timeout)
+            self._run("fetch", self.outer.fetch)
+        self._begin_period()
 
     # A step.
 

@@ -116,6 +116,7 @@ class Together:
 
     Attributes:
         turns: whose it is to take a step.
+        then: what who took it does once all others go on.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Together:
         self._given = GivenGradients(name, servers, members, twins)
         self.turns = Turns(name, servers, members, backup_workers, rule)
         self._copies: Copies | None = None
+        self.then: Callable[[], None] = lambda: None
 
     def keep(self, name: str, servers: Servers, changed: Sequence[Any]) -> None:
         """Keep copies of what a step changes, while it is taken.
@@ -218,7 +220,9 @@ class Together:
                 own = turns.own.read_value()
                 noted = quorum.note(arrived.workers, own)
             with tf.control_dependencies([*after, noted]):
-                quorum.fence.guard(turns.count)
+                counted = completed(lambda: quorum.fence.guard(turns.count))
+            with tf.control_dependencies(counted):
+                self.then()
 
         given = tf.cond(in_time, give, lambda: tf.constant(False))
         with tf.control_dependencies([given]):

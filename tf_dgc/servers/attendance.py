@@ -148,3 +148,8 @@ class Attendance:
         )
         inside: np.ndarray = np.isin(places, (INSIDE, COMES))
         return inside & (rounds == int(self.round))
+
+    def others_inside(self) -> np.ndarray:
+        """Tell which other workers take steps, eagerly: shape [W], bool."""
+        inside: np.ndarray = self.places.read_value().numpy() == INSIDE
+        return inside & self._members.meetings.others()

@@ -38,6 +38,7 @@ class Members:
     Attributes:
         told: what the chief has told of the job, beside what all must have alike.
         liveness: seconds until a worker that is not heard of holds nobody back.
+        timeout: seconds to wait for the chief, or for a server.
         is_first: whether no worker had this place before, on these servers.
         records: of the chief.
         signs: of life.
@@ -72,7 +73,7 @@ class Members:
             TimeoutError: the chief did not come.
         """
         self._servers, self.index, self.workers = servers, index, workers
-        self.liveness, self._timeout = liveness, timeout
+        self.liveness, self.timeout = liveness, timeout
         make = servers.variable
         self.records = ChiefRecords(make, self.is_chief, timeout)
         self._record = make("record", tf.string)
@@ -153,12 +154,12 @@ class Members:
 
     def beat(self) -> bool:
         """Do so, if its main thread moves; tell whether the place is still its own."""
-        hangs = self.meetings.moves.idle() > self._timeout
+        hangs = self.meetings.moves.idle() > self.timeout
         if hangs and not self._hangs:
             _logger.warning(
                 "This worker has taken no step for %g s (TF_DGC_TIMEOUT): until it "
                 "takes one it counts as gone, and others do not wait for it",
-                self._timeout,
+                self.timeout,
             )
         self._hangs = hangs
         if not hangs:

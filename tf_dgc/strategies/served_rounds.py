@@ -127,6 +127,7 @@ class LocalTraining:
                 exchange,
                 self._step_of(outer, variables),
                 steps,
+                [slot.value for slot in _host.keras.movable_slots_of(optimizer)],
                 _host.keras.rate_of(optimizer),
                 on_servers.settings_of(optimizer),
             )
