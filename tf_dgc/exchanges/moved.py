@@ -15,6 +15,7 @@ from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.base import Exchange
 from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.server_traffic import Totals
+from tf_dgc.exchanges.step_counts import PushCount
 from tf_dgc.servers import chief_records
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers, Twins
@@ -60,6 +61,7 @@ class JobServers:
         totals: what this worker did with the servers.
         versions: number of pushes, a variable on a server, by optimizer.
         rates: learning rates, by optimizer.
+        counts: of steps, by optimizer.
         last: called where steps are taken together, and too few workers are left.
     """
 
@@ -73,6 +75,9 @@ class JobServers:
         self.totals = Totals()
         self.versions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.rates: weakref.WeakKeyDictionary[Any, Rate] = weakref.WeakKeyDictionary()
+        self.counts: weakref.WeakKeyDictionary[Any, PushCount] = (
+            weakref.WeakKeyDictionary()
+        )
         self.last: Callable[[], None] = lambda: None
 
 
@@ -82,6 +87,7 @@ class MovedVariables:
     Attributes:
         version: shape [], int64, on server 0: number of pushes, of all workers.
         rate: the chief's learning rate, which counts for all.
+        count: of the optimizer's steps.
         others: pairs of a variable that the optimizer does not train, and what the
             servers have of it.
     """
@@ -103,7 +109,10 @@ class MovedVariables:
             server, name = job.servers, exchange.name
             job.versions[owner] = server.variable(f"{name}.version", tf.int64)
             job.rates[owner] = Rate(name, server, job.members, trained.rate)
+            steps = trained.steps, trained.per_push
+            job.counts[owner] = PushCount(name, server, job.members, *steps)
         self.version, self.rate = job.versions[owner], job.rates[owner]
+        self.count = job.counts[owner]
         self._kept = [
             (slot, self._beside(f"{self._name}.kept.{i}", slot))
             for i, slot in enumerate(trained.kept)
@@ -173,9 +182,9 @@ class MovedVariables:
         for own, shared in self.others:
             shared.assign(own.read_value())
         if self._fresh:
-            pushes = tf.cast(self._trained.steps, tf.int64) // self._trained.per_push
-            self.version.assign(pushes)
+            self.version.assign(self.count.pushes)
             self.rate.begin()
+            self.count.first.begin()
         begin()
         ready = [twin for _, twin in self._pairs] + [shared for _, shared in self._kept]
         # Operations on one server keep their order; so all is there.
@@ -185,6 +194,8 @@ class MovedVariables:
     def _join(self) -> None:
         """Let what is on the servers stand for what this worker has."""
         self.rate.join()
+        if self._fresh:
+            self.count.join(self.version.read_value())
         succession = self._job.members.succession
         for slot, shared in self._kept:
             if shared is not slot.value:  # a table knows by itself

@@ -43,7 +43,6 @@ class Served(Exchange):
         """
         super().__init__(place)
         self._job, self.config = job, job.config
-        self._steps, self._per_push = trained.steps, trained.per_push
         zero = tf.zeros([], tf.int64)
         with tf.init_scope(), tf.device("CPU:0"):
             names = "steps", "fetched", "known"
@@ -63,7 +62,6 @@ class Served(Exchange):
             self._moved.open(self._begin)
             self.known.assign(self.version.read_value())
             self._fetched.assign(self.known)
-            self._count()
             self._join()
 
     # Parts of a kind.
@@ -126,10 +124,8 @@ class Served(Exchange):
         self._follow()
 
     def _follow(self) -> None:
-        # What corrections and schedules follow is the number of all pushes. The
-        # optimizer itself adds one.
-        count = self.known.read_value() * self._per_push - 1
-        self._steps.assign(tf.cast(count, self._steps.dtype))
+        # What corrections and schedules follow is the number of all pushes.
+        self._moved.count.follow(self.known.read_value())
         self._job.totals.know(self.known.read_value())
 
     def settle(self, always: bool = False) -> None:
@@ -141,14 +137,8 @@ class Served(Exchange):
             self._fetch()
             self._settled = taken
             self._job.totals.know(self.known.read_value())
-            self._count()
+            self._moved.count.settle(self.known.read_value())
             self._moved.tell_others()
-
-    def _count(self) -> None:
-        """Count all pushes, and what the optimizer has added up since the last."""
-        steps = self._steps.read_value()
-        known = tf.cast(self.known.read_value(), steps.dtype)
-        self._steps.assign(known * self._per_push + steps % self._per_push)
 
     def fetch(self) -> None:
         """Let this worker's copy be what is on the servers."""

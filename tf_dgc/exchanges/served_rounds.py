@@ -38,6 +38,7 @@ from tf_dgc.exchanges.own_changes import OwnChanges
 from tf_dgc.exchanges.parts import Part
 from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.served import Served
+from tf_dgc.exchanges.step_counts import FirstStep
 from tf_dgc.servers import chief_records
 from tf_dgc.transports import sums
 
@@ -48,6 +49,7 @@ class LocalOptimizer(NamedTuple):
     outer: OuterOnServers  # the exchange of its outer optimizer
     step: Callable[[list[tf.Tensor]], None]  # takes the outer optimizer's step
     steps: tf.Variable  # counts local steps
+    per_step: int  # by how much one counts there
     slots: Sequence[tf.Variable]  # what else the optimizer keeps of its training
     rate: Any  # variable of the learning rate; None where it is computed
     settings: Mapping[str, Any]  # of the optimizer, which all must have alike
@@ -100,14 +102,19 @@ class CommonCount:
             ValueError: the chief's optimizer has other settings.
             TimeoutError: the chief did not come.
         """
-        servers, members, self._own = make.servers, make.members, local.steps
+        servers, members = make.servers, make.members
+        self._own, self._per_step = local.steps, local.per_step
         self._steps = servers.variable(f"{name}.local_steps", tf.int64)
+        self._first = FirstStep(name, servers, members)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._base = own_variable(tf.zeros([], tf.int64), "round_first")
         self.rate = Rate(name, servers, members, local.rate)
         self.handover = Handover(name, servers, members, make.totals, local.slots)
         settings = dict(local.settings)
 
         def begin() -> None:
-            self._steps.assign(tf.cast(self._own, tf.int64))
+            self._steps.assign(self._applied())
+            self._first.begin()
             self.rate.begin()
             self.handover.begin()
 
@@ -118,6 +125,17 @@ class CommonCount:
         index = members.index
         chief_records.compare("optimizers", there["settings"], settings, index)
         self.rate.join()
+        self._first.join()
+        self._base.assign(self._applied())
+
+    def _now(self, uncounted: int = 0) -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return tf.cast(self._own.read_value(), tf.int64) + uncounted
+
+    def _applied(self, uncounted: int = 0) -> tf.Tensor:
+        """Return the steps whose gradients have been applied, and not added up only."""
+        now = self._now(uncounted)
+        return now - now % self._per_step
 
     def tell(self, uncounted: int) -> None:
         """Let the others know how many steps this worker has taken.
@@ -125,20 +143,33 @@ class CommonCount:
         Args:
             uncounted: steps that the optimizer has not counted yet.
         """
-        steps = tf.cast(self._own.read_value(), tf.int64)
-        self._steps.assign(tf.maximum(self._steps.read_value(), steps + uncounted))
+        steps = self._applied(uncounted) - self._first.now.read_value()
+        self._steps.assign(tf.maximum(self._steps.read_value(), steps))
 
     @property
     def missed(self) -> int:
         """Number of steps that others have taken, if this worker has taken none."""
         return 0 if int(self._own) else int(self._steps.read_value())
 
+    def heed(self, taken: tf.Tensor, uncounted: int = 0) -> None:
+        """Take note of what a script has assigned to the optimizer's counter.
+
+        Args:
+            taken: local steps since the last `take`, shape [], int64.
+            uncounted: steps that the optimizer has not counted yet.
+        """
+        ahead = self._now(uncounted) - self._base.read_value() - taken * self._per_step
+        added_up = (ahead >= 0) & (ahead < self._per_step)
+        self._first.add(tf.where(added_up, tf.zeros([], tf.int64), ahead))
+
     def take(self, uncounted: int) -> None:
         """Go on from the steps of all, and with the chief's rate."""
         self.rate.take()
+        self._first.meet()
         own = self._own
-        newest = tf.cast(self._steps.read_value() - uncounted, own.dtype)
-        own.assign(tf.maximum(own.read_value(), newest))
+        newest = self._steps.read_value() + self._first.now.read_value() - uncounted
+        own.assign(tf.maximum(own.read_value(), tf.cast(newest, own.dtype)))
+        self._base.assign(self._applied(uncounted))
 
 
 class LocalRounds(Exchange):
@@ -206,6 +237,7 @@ class LocalRounds(Exchange):
             counts = self._members.succession.counts_now.read_value()
             tf.cond(counts, self.outer.give, self.outer.fetch)
         self._twins.changed.assign(False)
+        self._common.heed(self.position.read_value())
         self._begin_period()
 
     def parameters(self) -> None:
@@ -227,6 +259,7 @@ class LocalRounds(Exchange):
 
         def begin() -> None:
             self._changes.commit(offer)
+            self._common.heed(self.position.read_value(), uncounted)
             # Not before: who begins its period late would count a later round's steps.
             self._common.tell(uncounted)
             self._begin_period(uncounted)
@@ -263,6 +296,7 @@ class LocalRounds(Exchange):
             self.outer.give()
         self._twins.changed.assign(False)
         self._common.rate.tell()
+        self._common.heed(self.position.read_value())
         if (turns := self.outer.turns) is not None:
             turns.attendance.enter()
         self.fetch()

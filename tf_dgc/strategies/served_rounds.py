@@ -122,11 +122,12 @@ class LocalTraining:
             self._make.compressing = self._compressing(optimizer, outer)
             with self.stepping():
                 exchange = open_outer(outer, variables)
-            steps, _ = _host.keras.step_counter_of(optimizer)
+            steps, per_step = _host.keras.step_counter_of(optimizer)
             local = LocalOptimizer(
                 exchange,
                 self._step_of(outer, variables),
                 steps,
+                per_step,
                 [slot.value for slot in _host.keras.movable_slots_of(optimizer)],
                 _host.keras.rate_of(optimizer),
                 on_servers.settings_of(optimizer),
