@@ -4,9 +4,10 @@
     scripts/churn.py --data text.txt --json churn.json
     scripts/churn.py --data text.txt --rows churn --kills 10 --steps 800
 
-A small transformer learns the characters of a text with Adam, on four workers of this
-machine; a step lasts as long as it computes and `--pace` seconds more, so that workers
-do not wait for processors. In each row worker 0 takes as many steps:
+A small transformer learns the characters of a text with Adam, on workers of this
+machine, each with 16 rows of a step. That lasts as long as it computes and `--pace`
+seconds more, so that workers do not wait for processors. In each row worker 0 takes as
+many steps:
 
     lockstep   ParameterAveragingStrategy, as DiLoCo: all wait for all
     average    the same without an outer optimizer, as on servers
@@ -17,8 +18,8 @@ do not wait for processors. In each row worker 0 takes as many steps:
 
 Of these kills half take a worker, half its launcher, too (`tf-dgc-run --join`), also
 while it starts. Printed are the loss on unseen text in nats, seconds of worker 0 from
-its first to its last step, the longest wait of a worker behind its first round, and
-bytes sent in a step.
+its first to its last step, the longest wait of a worker behind its first round, bytes
+sent in a step, and how many workers took steps at the same time, on average.
 """
 
 import argparse
@@ -40,10 +41,11 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 ROWS = ("lockstep", "average", "restarts", "calm", "churn", "slow")
 ON_SERVERS = ROWS[3:]
-WORKERS, LENGTH, BATCH = 4, 32, 64
+LENGTH, ROWS_OF_WORKER = 32, 16
 LEAST_TEXT = 80_000  # characters; a tenth is unseen, of which one batch is 200 x LENGTH
 EPOCH_ROUNDS = 10
-PASSED = "data steps local_steps pace quorum grace liveness momentum seed".split()
+PASSED = "data workers steps local_steps pace momentum seed".split()
+PASSED += "quorum grace liveness".split()
 AGAIN_SECONDS = 3.0  # until another worker is started, at most
 POLL_SECONDS = 0.05
 
@@ -60,6 +62,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3200, help="of worker 0")
     parser.add_argument("--local-steps", type=int, default=16)
     parser.add_argument("--pace", type=float, default=0.1, help="seconds")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--quorum", type=int, default=2, help="0: all that train")
     parser.add_argument("--grace", type=float, default=3.0, help="seconds")
     parser.add_argument("--liveness", type=float, default=30.0, help="seconds")
@@ -121,8 +124,9 @@ def train(args: argparse.Namespace) -> None:
 
     strategy = strategy_of(args)
     keras.utils.set_random_seed(args.seed)
+    batch = ROWS_OF_WORKER * args.workers
     text = argparse.Namespace(
-        data=args.data, limit=None, batch_size=BATCH, task="transformer"
+        data=args.data, limit=None, batch_size=batch, task="transformer"
     )
     data, unseen, _, _ = parity.load_text(text, LENGTH)
     characters = len(set(args.data.read_text()))
@@ -227,18 +231,19 @@ def run(args: argparse.Namespace, row: str) -> dict[str, Any]:
     drawn = random.Random(f"churn {row} {args.seed}")
     own = ["--worker", row, "--folder", str(args.folder)]
     kills = {"churn": args.kills, "restarts": args.restarts}.get(row, 0)
-    words = ["-n", str(WORKERS)]
+    words = ["-n", str(args.workers)]
     if row in ON_SERVERS:
         from tf_dgc.launcher.workers import free_ports
 
         (port,) = free_ports(1)
         door = f"127.0.0.1:{port}"
-        words = f"-n 1 --ps 1 --seats {WORKERS} --door {door}".split()
+        words = f"-n 1 --ps 1 --seats {args.workers} --door {door}".split()
     if row == "restarts":
         words += ["--restarts", str(10 * kills), "--pause", "0"]
     host = Launched(args, words, *own)
     guests: list[Launched] = []
-    starts = [0.0] * (WORKERS - 1 if row in ON_SERVERS else 0)  # when others are due
+    others = args.workers - 1 if row in ON_SERVERS else 0
+    starts = [0.0] * others  # when they are due
     begun = time.monotonic()
     gap = args.steps * args.pace / max(kills, 1)
     due, done = 0.0, 0
@@ -279,10 +284,11 @@ def chief_began(folder: pathlib.Path) -> bool:
 def figures(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what the workers of a row have written."""
     found = json.loads((args.folder / "result.json").read_text())
-    waits, chief = [0.0], []
+    waits, chief, taken = [0.0], [], 0
     for file in args.folder.glob("*.steps"):
         lines = file.read_text().splitlines()
         times = [float(line) for line in lines if line.count(".") == 1]
+        taken += len(times)
         first = args.local_steps  # steps, which trace, and build what a round takes
         pairs = zip(times[first:], times[first - 1 :], strict=False)
         waits += [later - earlier - args.pace for later, earlier in pairs]
@@ -290,7 +296,8 @@ def figures(args: argparse.Namespace) -> dict[str, Any]:
             chief += times
     joined = len(list(args.folder.glob("*.steps")))
     seconds = max(chief) - min(chief)
-    return found | {"seconds": seconds, "wait": max(waits), "workers": joined}
+    found |= {"seconds": seconds, "wait": max(waits), "workers": joined}
+    return found | {"together": taken / args.steps}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -302,8 +309,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by `finally`
     rows = []
-    print("| row | kills | workers | loss | seconds | longest wait | sent in a step |")
-    print("|---|---|---|---|---|---|---|")
+    titles = "row|kills|workers|loss|seconds|longest wait|sent in a step|together"
+    print(f"| {' | '.join(titles.split('|'))} |")
+    print("|" + (titles.count("|") + 1) * "---|")
     for row in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             args.folder = pathlib.Path(folder)
@@ -311,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         each = rows[-1]
         cells = [row, each["kills"], each["workers"], f"{each['loss']:.3f}"]
         cells += [f"{each['seconds']:.1f}", f"{each['wait']:.2f}"]
-        cells += [round(each["sent_per_step"])]
+        cells += [round(each["sent_per_step"]), f"{each['together']:.2f}"]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

@@ -23,7 +23,7 @@ class FiguresTest(unittest.TestCase):
     def found(self, **logs: str) -> dict:
         for name, text in logs.items():
             (self.folder / f"{name.replace('_', '-')}.steps").write_text(text)
-        args = argparse.Namespace(folder=self.folder, pace=0.5, local_steps=2)
+        args = argparse.Namespace(folder=self.folder, pace=0.5, local_steps=2, steps=4)
         return churn.figures(args)
 
     def test_waits_are_of_all_workers_behind_their_first_rounds(self) -> None:
@@ -33,6 +33,7 @@ class FiguresTest(unittest.TestCase):
         self.assertEqual(found["wait"], 3.5)
         self.assertEqual(found["seconds"], 11.0)
         self.assertEqual(found["workers"], 2)
+        self.assertEqual(found["together"], 2.0)
 
     def test_a_line_that_a_kill_cut_off_is_left_out(self) -> None:
         found = self.found(**{"0_7": "0.0\n1.0\n1.5\n", "1_8": "2.0\n2.5\n17"})
