@@ -436,14 +436,38 @@ def seldom(due: tf.Tensor, do: Callable[[], None]) -> tf.Tensor:
         do()
         return tf.constant(True)
 
-    def traced() -> tf.Tensor:
-        setattr(tf.compat.v1.get_default_graph(), _NAMED, {})
-        return run()
-
     within = tf.executing_eagerly() or _knowing_names() is not None
-    function = run if within else tensorflow.not_inlined(traced)
+    function = run if within else _knowing(run)
     done: tf.Tensor = tf.cond(due, function, lambda: tf.constant(False))
     return done
+
+
+def _knowing(
+    function: Callable[..., Any], signature: Sequence[tf.TensorSpec] = ()
+) -> Callable[..., Any]:
+    """Trace a function that knows variables on servers by name."""
+
+    def traced(*args: tf.Tensor) -> Any:
+        setattr(tf.compat.v1.get_default_graph(), _NAMED, {})
+        return function(*args)
+
+    return tensorflow.not_inlined(traced, signature)
+
+
+def traced_once(
+    do: Callable[..., None], *signature: tf.TensorSpec
+) -> Callable[..., None]:
+    """Return a function that is traced where it is first called, and not again.
+
+    So it takes no longer eagerly than in a step that has called it before. What it does
+    must be the same in both.
+
+    Args:
+        do: takes tensors.
+        *signature: of these.
+    """
+    traced = functools.cache(lambda: _knowing(do, signature))
+    return lambda *args: traced()(*args)
 
 
 def bypassed(variable: Any, method: str) -> Callable[..., Any]:

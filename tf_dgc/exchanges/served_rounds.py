@@ -21,7 +21,6 @@ References:
     https://arxiv.org/abs/2604.21428 (quorum and grace).
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,16 +127,16 @@ class CommonCount:
         self._first.join()
         self._base.assign(self._applied())
 
-    def _now(self, uncounted: int = 0) -> tf.Tensor:
+    def _now(self, uncounted: Any = 0) -> tf.Tensor:
         with tf.device("CPU:0"):
             return tf.cast(self._own.read_value(), tf.int64) + uncounted
 
-    def _applied(self, uncounted: int = 0) -> tf.Tensor:
+    def _applied(self, uncounted: Any = 0) -> tf.Tensor:
         """Return the steps whose gradients have been applied, and not added up only."""
         now = self._now(uncounted)
         return now - now % self._per_step
 
-    def tell(self, uncounted: int) -> None:
+    def tell(self, uncounted: Any) -> None:
         """Let the others know how many steps this worker has taken.
 
         Args:
@@ -151,7 +150,7 @@ class CommonCount:
         """Number of steps that others have taken, if this worker has taken none."""
         return 0 if int(self._own) else int(self._steps.read_value())
 
-    def heed(self, taken: tf.Tensor, uncounted: int = 0) -> None:
+    def heed(self, taken: tf.Tensor, uncounted: Any = 0) -> None:
         """Take note of what a script has assigned to the optimizer's counter.
 
         Args:
@@ -162,7 +161,7 @@ class CommonCount:
         added_up = (ahead >= 0) & (ahead < self._per_step)
         self._first.add(tf.where(added_up, tf.zeros([], tf.int64), ahead))
 
-    def take(self, uncounted: int) -> None:
+    def take(self, uncounted: Any) -> None:
         """Go on from the steps of all, and with the chief's rate."""
         self.rate.take()
         self._first.meet()
@@ -202,6 +201,9 @@ class LocalRounds(Exchange):
             self._common = CommonCount(self.name, make, local)
             self._functions: dict[str, Any] = {}
             self._join()
+        self._hold = _host.shared.traced_once(
+            self._hold_round, tf.TensorSpec([], tf.int64)
+        )
 
     def _join(self) -> None:
         """Begin, where others have begun as they are, eagerly."""
@@ -245,13 +247,13 @@ class LocalRounds(Exchange):
         with tf.device("CPU:0"):
             due = self.position.assign_add(1, read_value=True) >= self._period
         # The optimizer itself counts this step later.
-        _host.shared.seldom(due, functools.partial(self._hold, 1))
+        _host.shared.seldom(due, lambda: self._hold(tf.ones([], tf.int64)))
 
-    def _hold(self, uncounted: int = 0) -> None:
+    def _hold_round(self, uncounted: tf.Tensor) -> None:
         """Bring the change to the servers; fetch what has become of it.
 
         Args:
-            uncounted: steps that the optimizer has not counted yet.
+            uncounted: steps that the optimizer has not counted yet, shape [], int64.
         """
         offer = self._changes.offer(self.position, self._common.rate.tell())
         self.outer.offer = offer
@@ -266,7 +268,7 @@ class LocalRounds(Exchange):
 
         tf.cond(self.outer.landed.read_value(), begin, lambda: None)
 
-    def _begin_period(self, uncounted: int = 0) -> None:
+    def _begin_period(self, uncounted: Any = 0) -> None:
         """Begin at what was fetched; count steps from those of all."""
         self._changes.begin()
         self.position.assign(0)
@@ -280,7 +282,7 @@ class LocalRounds(Exchange):
         A change that comes too late for a round goes to the next one.
         """
         while int(self.position):
-            self._run("hold", self._hold)
+            self._hold(tf.zeros([], tf.int64))
             always = False
         if always:
             self.fetch()
