@@ -30,9 +30,10 @@ class Worker:
     """One of `members`, of whom tests say who lives."""
 
     def __init__(
-        self, index: int, dead: set[int], workers: int, name: str, liveness: float
+        self, index: int, dead: set[int], ids: list[int], name: str, liveness: float
     ) -> None:
-        self.index, self.workers, self.dead = index, workers, dead
+        self.index, self.workers, self.dead = index, len(ids), dead
+        self.ids, self.own = ids, next(_numbers) + 1
         self.liveness = liveness
 
         def make(kind: str, dtype: Any, shape: Any) -> Any:
@@ -49,6 +50,16 @@ class Worker:
     def expel(self, workers: Any) -> np.bool_:
         self.expelled = list(workers)
         return np.bool_(True)
+
+    def claim(self) -> None:
+        self.ids[self.index] = self.own
+        self.dead.discard(self.index)
+
+    def sign(self, variable: Any) -> None:
+        self.put(variable, self.own)
+
+    def signed(self, variable: Any) -> tf.Tensor:
+        return variable.read_value() == tf.constant(self.ids, tf.int64)
 
     def put(self, variable: Any, value: Any) -> None:
         values = tf.reshape(tf.cast(value, variable.dtype), [1])
@@ -78,9 +89,13 @@ class Job:
         self.liveness = liveness
         self.name, self.dead = f"turns{next(_numbers)}", set[int]()
         self.workers, self.backup_workers, self.rule = workers, backup_workers, rule
+        self.ids = [0] * workers
         self.together = [self._of(k, backup_workers) for k in range(workers)]
         self.together[0].begin()
         self.meetings(0).begin()
+        for each in self.together:
+            each._members.claim()
+            each.turns.join()
         for twin in self.together[0]._given.twins:
             twin.assign(tf.zeros(twin.whole))
         self.applied: list[tuple[int, list[np.ndarray]]] = []
@@ -96,7 +111,7 @@ class Job:
                 [([5, 2], [Shard(0, 0, 3), Shard(1, 3, 5)]), ([], [Shard(1, 0, 0)])]
             )
         ]
-        worker: Any = Worker(index, self.dead, self.workers, self.name, self.liveness)
+        worker: Any = Worker(index, self.dead, self.ids, self.name, self.liveness)
         args = f"{self.name}.t", servers, worker, twins, backup_workers, self.rule
         found = Together(*args)
         if self.rule is not None:
@@ -164,12 +179,18 @@ class Job:
     def meetings(self, k: int) -> Meetings:
         return self.together[k]._members.meetings
 
-    def replace(self, k: int) -> None:
-        """Let another process take the place of a worker that has died."""
+    def replace(self, k: int, starts: float = 0.0) -> None:
+        """Let another process take the place of a worker that has died.
+
+        Args:
+            k: the worker.
+            starts: seconds until it looks at what the other has told.
+        """
         self.together[k] = self._of(k, self.backup_workers)
+        self.together[k]._members.claim()
+        time.sleep(starts)
         self.meetings(k).join()
         self.turns(k).join()
-        self.dead.discard(k)
 
     def value(self) -> list[np.ndarray]:
         return [twin.read_value().numpy() for twin in self.together[0]._given.twins]
@@ -449,6 +470,23 @@ class RuleTest(tf.test.TestCase):
                 self.assertAllClose(value, before[i] - mean, rtol=1e-5, atol=1e-5)
             self.assertEqual(int(job.turns(1)._step.read_value()), 1)
 
+    def test_whose_place_another_process_has_by_then_is_not_waited_for(self) -> None:
+        for applies in (True, False):
+            job = Job(3, rule=Rule(None if applies else 3), liveness=0.3)
+            self.enter(job, range(3))
+            dies = job.together[0]
+            dies._give([tf.constant(part) for part in drawn(0, 0)])
+            dies.turns.arrivals.arrive(tf.ones([]))
+            job.turns(2).attendance.leave()
+            if applies:
+                job.together[1]._give([tf.constant(part) for part in drawn(1, 0)])
+                job.turns(1).arrivals.arrive(tf.ones([]))
+                self.assertTrue(dies.turns.wait()[0])
+            job.together[0] = job._of(0, 0)
+            job.together[0]._members.claim()  # and is still starting
+            self.assertEqual(job.step(1, drawn(1, 0)), (True, False))
+            self.assertLen(job.applied, 1)
+
     def replaced(self, job: Job, seat: Any, name: str) -> Any:
         """Let worker 0 be stopped before a call of its step, and replaced; it wakes.
 
@@ -528,7 +566,7 @@ class FaultsTest(parameterized.TestCase):
                 except Died:
                     job.dead.add(k)
                     time.sleep(drawn.uniform(0, 0.5))
-                    job.replace(k)
+                    job.replace(k, drawn.choice([0.0, drawn.uniform(0, 3)]))
                     landed, weight = False, 0.0
                 taken, weight = taken + landed, 1.0 if landed else weight + 1.0
         except BaseException as error:

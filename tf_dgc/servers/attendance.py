@@ -35,9 +35,8 @@ class Attendance:
             rule: how many a round waits for, and how long.
         """
         self._rule, self._members = rule, members
-        self.entries, self.places, self.stops = map(
-            make, ("entries", "places", "stops")
-        )
+        names = "entries", "places", "stops", "joined"
+        self.entries, self.places, self.stops, self._joined = map(make, names)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.constant(0, tf.int64)
@@ -48,6 +47,29 @@ class Attendance:
     def told(self) -> list[Any]:
         """Return all that workers tell; who sees a round sees its place."""
         return [self.places, self.stops, self.entries]
+
+    def begin(self) -> None:
+        """Give first values: nobody has told anything."""
+        for variable in (*self.told, self._joined):
+            variable.assign(tf.zeros(variable.shape, tf.int64))
+
+    def join(self) -> None:
+        """Take the place of this worker; what a former process told there is void."""
+        for variable in self.told:
+            self._members.put(variable, 0)
+        self._members.sign(self._joined)
+
+    def living(self) -> tf.Tensor:
+        """Tell whose marks count: shape [W], bool, on server 0.
+
+        Not those of a process whose place another one has by now, which may still be
+        starting, and has not taken them back.
+        """
+        return self._members.living() & self._members.signed(self._joined)
+
+    def _others(self) -> np.ndarray:
+        others: np.ndarray = self.living().numpy()
+        return others & (np.arange(self._members.workers) != self._members.index)
 
     def enter(self) -> tf.Tensor:
         """Take part, if this worker does not: with all that are there, or will be.
@@ -78,7 +100,7 @@ class Attendance:
 
     def _next_round(self) -> int:
         """Return the round under way, if it is a new one; else that to come."""
-        others = self._members.meetings.others()
+        others = self._others()
         rounds, places = (
             each.read_value().numpy() for each in (self.entries, self.places)
         )
@@ -152,4 +174,4 @@ class Attendance:
     def others_inside(self) -> np.ndarray:
         """Tell which other workers take steps, eagerly: shape [W], bool."""
         inside: np.ndarray = self.places.read_value().numpy() == INSIDE
-        return inside & self._members.meetings.others()
+        return inside & self._others()

@@ -146,6 +146,15 @@ class Members:
         )
         variable.scatter_update(slices)
 
+    def sign(self, variable: SharedVariable) -> None:
+        """Tell in a variable of shape [W], int64, which process has this place."""
+        self.put(variable, self._place.own)
+
+    def signed(self, variable: SharedVariable) -> tf.Tensor:
+        """Tell where it is the process that has the place: shape [W], bool."""
+        with tf.device(self._servers.devices[0]):
+            return variable.read_value() == self._place.ids.read_value()
+
     def beat_once(self) -> None:
         """Let the others know that this worker lives."""
         self.meetings.tell()

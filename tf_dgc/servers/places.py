@@ -89,7 +89,12 @@ class WorkerSigns:
 
 
 class PlaceClaim:
-    """Claim of one process to a worker's place, which another one may claim later."""
+    """Claim of one process to a worker's place, which another one may claim later.
+
+    Attributes:
+        own: number of this process; never 0.
+        ids: shape [W], int64; of the processes that have the places, 0 where none has.
+    """
 
     def __init__(
         self, make: Callable[..., SharedVariable], index: int, workers: int
@@ -101,7 +106,7 @@ class PlaceClaim:
             index: of the place.
             workers: W.
         """
-        self._index, self._own = index, secrets.randbelow(2**62) + 1
+        self._index, self.own = index, secrets.randbelow(2**62) + 1
         self.ids = make("ids", tf.int64, [workers])
         self._names = [make(f"name.{k}", tf.string) for k in range(workers)]
 
@@ -113,7 +118,7 @@ class PlaceClaim:
 
     def make(self, put: Callable[[SharedVariable, Any], None]) -> None:
         """Claim the place; `put` sets this worker's element of a variable."""
-        put(self.ids, self._own)
+        put(self.ids, self.own)
 
     def tell_name(self) -> None:
         """Tell people who it is."""
@@ -122,7 +127,7 @@ class PlaceClaim:
 
     def holds(self) -> bool:
         """Tell whether the place is still that of this process."""
-        return int(self.ids.read_value().numpy()[self._index]) == self._own
+        return int(self.ids.read_value().numpy()[self._index]) == self.own
 
     def expel(self, workers: Any) -> np.bool_:
         """Let workers end should they come back: numbers, shape [K], int64."""

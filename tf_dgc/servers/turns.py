@@ -152,8 +152,9 @@ class Turns:
     def begin(self) -> None:
         """Give first values: no step is taken."""
         lots = self._lots.drawn, self._lots.appliers
-        for variable in (self._step, *lots, *self.attendance.told):
+        for variable in (self._step, *lots):
             variable.assign(tf.zeros(variable.shape, tf.int64))
+        self.attendance.begin()
         self.arrivals.begin()
         if self.quorum is not None:
             self.quorum.begin()
@@ -162,8 +163,7 @@ class Turns:
         """Begin, eagerly, where others may have; what a former process said is void."""
         self._members.put(self._lots.appliers, 0)
         self.arrivals.withdraw()
-        for variable in self.attendance.told:
-            self._members.put(variable, 0)
+        self.attendance.join()
         self.own.assign(self._step.read_value())
 
     # A step.
@@ -189,7 +189,7 @@ class Turns:
         with tf.device(self._device):
             own, own_round = tf.identity(own), tf.identity(own_round)
             lots = self._lots.drawn.read_value()
-            living = self._members.living()
+            living = self.attendance.living()
             rounds, places, own_round, stopped = self.attendance.now(living, own_round)
             with tf.control_dependencies([stopped]):  # by who saw its last step taken
                 now = self._step.read_value()
