@@ -26,6 +26,16 @@ TIMEOUT = 30.0
 _numbers = itertools.count()
 
 
+class Place:
+    """Number of a process, and those of them that have the places."""
+
+    def __init__(self, own: int, ids: list[int]) -> None:
+        self.own, self._ids, self.ids = own, ids, self
+
+    def read_value(self) -> tf.Tensor:
+        return tf.constant(self._ids, tf.int64)
+
+
 class Worker:
     """One of `members`, of whom tests say who lives."""
 
@@ -33,7 +43,7 @@ class Worker:
         self, index: int, dead: set[int], ids: list[int], name: str, liveness: float
     ) -> None:
         self.index, self.workers, self.dead = index, len(ids), dead
-        self.ids, self.own = ids, next(_numbers) + 1
+        self.place, self.ids = Place(next(_numbers) + 1, ids), ids
         self.liveness = liveness
 
         def make(kind: str, dtype: Any, shape: Any) -> Any:
@@ -52,14 +62,8 @@ class Worker:
         return np.bool_(True)
 
     def claim(self) -> None:
-        self.ids[self.index] = self.own
+        self.ids[self.index] = self.place.own
         self.dead.discard(self.index)
-
-    def sign(self, variable: Any) -> None:
-        self.put(variable, self.own)
-
-    def signed(self, variable: Any) -> tf.Tensor:
-        return variable.read_value() == tf.constant(self.ids, tf.int64)
 
     def put(self, variable: Any, value: Any) -> None:
         values = tf.reshape(tf.cast(value, variable.dtype), [1])

@@ -59,9 +59,11 @@ class OuterOnServers(ServedTogether):
         offer: of this worker to the round that comes.
         landed: shape [], bool; whether this worker's last change was in a round.
         anchors: of each variable, what this worker has fetched last.
+        then: what who has taken a step for all does when the others go on.
     """
 
     offer: Offer
+    then: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -124,7 +126,8 @@ class OuterOnServers(ServedTogether):
 
         sent = self.offer.beside([self._local[i] for i in self._small])
         with tf.control_dependencies(self.rate.tell()):
-            landed, _ = self._together.push(sent, apply, self.offer.weight)
+            weight, then = self.offer.weight, self.then
+            landed, _ = self._together.push(sent, apply, weight, then=then)
         self.landed.assign(landed)
         self._job.totals.add(pushes=tf.cast(landed, tf.int64), sent=cost(sent)[0])
 
@@ -185,10 +188,6 @@ class OuterOnServers(ServedTogether):
         if self._messages is not None:
             self.version.assign_add(1)  # so that nobody takes a round for all there is
         self.extras.give()
-
-    def after_steps(self, then: Callable[[], None]) -> None:
-        """Have something done by who has taken a step for all, when others go on."""
-        self._together.then = then
 
     def settle(self, always: bool = False) -> None:
         """Leave it to the local steps."""

@@ -199,19 +199,18 @@ class LocalRounds(Exchange):
             self.position = own_variable(tf.zeros([], tf.int64), "round_position")
         with tf.init_scope():
             self._common = CommonCount(self.name, make, local)
-            self._functions: dict[str, Any] = {}
+            once, number = _host.shared.traced_once, tf.TensorSpec([], tf.int64)
+            self._hold = once(self._hold_round, number)
+            self._fetch, self._begin = once(self.outer.fetch), once(self._begin_period)
             self._join()
-        self._hold = _host.shared.traced_once(
-            self._hold_round, tf.TensorSpec([], tf.int64)
-        )
 
     def _join(self) -> None:
         """Begin, where others have begun as they are, eagerly."""
         handover, turns = self._common.handover, self.outer.turns
-        self.outer.after_steps(handover.answer)
+        self.outer.then = handover.answer
         if turns is not None and (missed := self._common.missed):
             handover.take(missed, turns.attendance, self._members.timeout)
-            self._run("fetch", self.outer.fetch)
+            self._fetch()
         self._begin_period()
 
     # A step.
@@ -289,8 +288,8 @@ class LocalRounds(Exchange):
 
     def fetch(self) -> None:
         """Begin, eagerly, at what the servers have now."""
-        self._run("fetch", self.outer.fetch)
-        self._run("begin", self._begin_period)
+        self._fetch()
+        self._begin()
 
     def come(self) -> None:
         """Begin a `fit` with the others, eagerly: with what the chief has loaded."""
@@ -333,8 +332,3 @@ class LocalRounds(Exchange):
     def kept(self) -> list[tf.Tensor]:
         """Return the residual."""
         return [residual.read_value() for residual in self.state.values()]
-
-    def _run(self, name: str, do: Callable[[], None]) -> None:
-        if name not in self._functions:
-            self._functions[name] = tf.function(do, autograph=False)
-        self._functions[name]()

@@ -116,7 +116,6 @@ class Together:
 
     Attributes:
         turns: whose it is to take a step.
-        then: what who took it does once all others go on.
     """
 
     def __init__(
@@ -145,7 +144,6 @@ class Together:
         self._given = GivenGradients(name, servers, members, twins)
         self.turns = Turns(name, servers, members, backup_workers, rule)
         self._copies: Copies | None = None
-        self.then: Callable[[], None] = lambda: None
 
     def keep(self, name: str, servers: Servers, changed: Sequence[Any]) -> None:
         """Keep copies of what a step changes, while it is taken.
@@ -170,6 +168,7 @@ class Together:
         apply: Callable[[list[Pieces]], None],
         weight: tf.Tensor,
         whole: float = 1.0,
+        then: Callable[[], None] = lambda: None,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Give this worker's gradients, and take the step if that is its turn.
 
@@ -180,6 +179,7 @@ class Together:
             weight: of this worker's gradients: shape [], float32.
             whole: by which means are multiplied: W makes sums of them, of all workers
                 as far as those that came are like the others.
+            then: what who takes the step does when, by a rule, the others go on.
 
         Returns:
             Whether they came in time, and whether too few workers take part for any
@@ -222,7 +222,7 @@ class Together:
             with tf.control_dependencies([*after, noted]):
                 counted = completed(lambda: quorum.fence.guard(turns.count))
             with tf.control_dependencies(counted):
-                self.then()
+                then()
 
         given = tf.cond(in_time, give, lambda: tf.constant(False))
         with tf.control_dependencies([given]):

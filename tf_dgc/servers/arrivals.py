@@ -113,7 +113,7 @@ class Arrivals:
         """
         places = self._attendance.places.read_value()
         takes_part = in_round & ((places == INSIDE) | (places == COMES))
-        everybody = came | (takes_part & self._attendance.living())
+        everybody = came | (takes_part & self._attendance.holders.living())
         count = tf.math.count_nonzero
         return tf.cast(count(came) / count(everybody), tf.float32)
 

@@ -16,6 +16,36 @@ OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
 SUBJECT = "A synchronous step"
 
 
+class Holders:
+    """Processes that have told what there is of each worker, by their numbers.
+
+    Another one may have the place by now, and still be starting.
+    """
+
+    def __init__(self, make: Callable[[str], Any], members: Members):
+        """Make the variable; arguments as of `Attendance`."""
+        self._members, self._joined = members, make("joined")
+
+    def begin(self) -> None:
+        """Give first values: nobody has told anything."""
+        self._joined.assign(tf.zeros(self._joined.shape, tf.int64))
+
+    def join(self) -> None:
+        """Tell that what there is of this worker is of this process."""
+        self._members.put(self._joined, self._members.place.own)
+
+    def living(self) -> tf.Tensor:
+        """Tell whose word counts: shape [W], bool, on server 0."""
+        living, ids = self._members.living(), self._members.place.ids
+        with tf.device(living.device):
+            return living & (self._joined.read_value() == ids.read_value())
+
+    def others(self) -> np.ndarray:
+        """Tell which other workers count, eagerly: shape [W], bool."""
+        living: np.ndarray = self.living().numpy()
+        return living & (np.arange(self._members.workers) != self._members.index)
+
+
 class Attendance:
     """Attendance of workers: in which round each is, and whether it takes part.
 
@@ -24,6 +54,7 @@ class Attendance:
         places: shape [W], int64: `OUTSIDE`, `INSIDE`, `LEFT` or `COMES`.
         stops: shape [W], int64: the round that a worker has stopped, plus 1.
         round: shape [], int64: of this worker.
+        holders: of the places, whose word counts.
     """
 
     def __init__(self, make: Callable[[str], Any], members: Members, rule: Rule):
@@ -35,8 +66,9 @@ class Attendance:
             rule: how many a round waits for, and how long.
         """
         self._rule, self._members = rule, members
-        names = "entries", "places", "stops", "joined"
-        self.entries, self.places, self.stops, self._joined = map(make, names)
+        names = "entries", "places", "stops"
+        self.entries, self.places, self.stops = map(make, names)
+        self.holders = Holders(make, members)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             zero = tf.constant(0, tf.int64)
@@ -50,26 +82,15 @@ class Attendance:
 
     def begin(self) -> None:
         """Give first values: nobody has told anything."""
-        for variable in (*self.told, self._joined):
+        for variable in self.told:
             variable.assign(tf.zeros(variable.shape, tf.int64))
+        self.holders.begin()
 
     def join(self) -> None:
         """Take the place of this worker; what a former process told there is void."""
         for variable in self.told:
             self._members.put(variable, 0)
-        self._members.sign(self._joined)
-
-    def living(self) -> tf.Tensor:
-        """Tell whose marks count: shape [W], bool, on server 0.
-
-        Not those of a process whose place another one has by now, which may still be
-        starting, and has not taken them back.
-        """
-        return self._members.living() & self._members.signed(self._joined)
-
-    def _others(self) -> np.ndarray:
-        others: np.ndarray = self.living().numpy()
-        return others & (np.arange(self._members.workers) != self._members.index)
+        self.holders.join()
 
     def enter(self) -> tf.Tensor:
         """Take part, if this worker does not: with all that are there, or will be.
@@ -100,7 +121,7 @@ class Attendance:
 
     def _next_round(self) -> int:
         """Return the round under way, if it is a new one; else that to come."""
-        others = self._others()
+        others = self.holders.others()
         rounds, places = (
             each.read_value().numpy() for each in (self.entries, self.places)
         )
@@ -174,4 +195,4 @@ class Attendance:
     def others_inside(self) -> np.ndarray:
         """Tell which other workers take steps, eagerly: shape [W], bool."""
         inside: np.ndarray = self.places.read_value().numpy() == INSIDE
-        return inside & self._others()
+        return inside & self.holders.others()

@@ -42,6 +42,7 @@ class Members:
         is_first: whether no worker had this place before, on these servers.
         records: of the chief.
         signs: of life.
+        place: of this worker among them.
         meetings: where it waits for others.
         succession: whether what this worker assigns goes to the servers.
     """
@@ -78,7 +79,7 @@ class Members:
         self.records = ChiefRecords(make, self.is_chief, timeout)
         self._record = make("record", tf.string)
         self.signs = WorkerSigns(servers, workers, liveness)
-        self._place = PlaceClaim(make, index, workers)
+        self.place = PlaceClaim(make, index, workers)
         self.meetings = Meetings(make, self, timeout)
         self._hangs = False
         self.succession = Succession(servers, self.is_chief)
@@ -103,7 +104,7 @@ class Members:
         return self.index == 0
 
     def _begin(self) -> None:
-        self._place.begin()
+        self.place.begin()
         self.signs.begin()
         self.meetings.begin()
         self.records.begin()
@@ -127,15 +128,15 @@ class Members:
         """
         self.is_first = bool(self.absent()[self.index])
         if self.signs.wait_for_end(self.index):
-            raise places.refused(self.index, self._place.holder)
-        self._place.make(self.put)
+            raise places.refused(self.index, self.place.holder)
+        self.place.make(self.put)
         self.meetings.join()
-        self._place.tell_name()
+        self.place.tell_name()
         self.put(self.signs.states, HERE)
         self.beat_once()
         time.sleep(_CLAIM_SECONDS)
         if not self.beat():
-            raise places.refused(self.index, self._place.holder)
+            raise places.refused(self.index, self.place.holder)
 
     # The servers' variables.
 
@@ -145,15 +146,6 @@ class Members:
             tf.reshape(tf.cast(value, variable.dtype), [1]), tf.constant([self.index])
         )
         variable.scatter_update(slices)
-
-    def sign(self, variable: SharedVariable) -> None:
-        """Tell in a variable of shape [W], int64, which process has this place."""
-        self.put(variable, self._place.own)
-
-    def signed(self, variable: SharedVariable) -> tf.Tensor:
-        """Tell where it is the process that has the place: shape [W], bool."""
-        with tf.device(self._servers.devices[0]):
-            return variable.read_value() == self._place.ids.read_value()
 
     def beat_once(self) -> None:
         """Let the others know that this worker lives."""
@@ -173,11 +165,11 @@ class Members:
         self._hangs = hangs
         if not hangs:
             self.beat_once()
-        return self._place.holds()
+        return self.place.holds()
 
     def expel(self, workers: Any) -> np.bool_:
         """Let workers end should they come back: numbers, shape [K], int64."""
-        return self._place.expel(workers)
+        return self.place.expel(workers)
 
     def leave(self) -> None:
         """Give the place back, at the end of the process."""

@@ -189,7 +189,7 @@ class Turns:
         with tf.device(self._device):
             own, own_round = tf.identity(own), tf.identity(own_round)
             lots = self._lots.drawn.read_value()
-            living = self.attendance.living()
+            living = self.attendance.holders.living()
             rounds, places, own_round, stopped = self.attendance.now(living, own_round)
             with tf.control_dependencies([stopped]):  # by who saw its last step taken
                 now = self._step.read_value()
