@@ -145,6 +145,7 @@ OPTIMIZERS = {
     "adam": "Adam",
     "adamw": "AdamW",
     "lion": "Lion",
+    "muon": "Muon",
     "nadam": "Nadam",
     "rmsprop": "RMSprop",
 }
