@@ -79,8 +79,9 @@ class Handover:
             begun = [self._begun.read_value()]
         there = []
         for slot, shared in zip(self._slots, self._shared, strict=True):
+            value = slot.read_value()
             with tf.control_dependencies(begun), tf.device(shared.device):
-                shared.assign(slot.read_value())
+                shared.assign(value)
                 there.append(tf.size(shared.read_value()))
         with tf.control_dependencies(there), tf.device(self._device):
             self._given.assign(number)
