@@ -366,12 +366,13 @@ def downpour_of(settings: dict[str, Any]) -> Any:
     return tf_dgc.DownpourStrategy(config)
 
 
-def optimizer_of(settings: dict[str, Any], steps: int) -> Any:
-    """Returns the optimizer of a training of so many steps."""
+def optimizer_of(settings: dict[str, Any], steps: int, clip_norm: Any = None) -> Any:
+    """Returns the optimizer of a training of so many steps; it may clip by itself."""
     import keras
 
     rate, decay = schedule_of(settings, steps), settings["weight_decay"]
-    own = {"momentum": settings["momentum"]} if settings["optimizer"] == "sgd" else {}
+    own: dict[str, Any] = {"global_clipnorm": clip_norm}
+    own |= {"momentum": settings["momentum"]} if settings["optimizer"] == "sgd" else {}
     kind = getattr(keras.optimizers, OPTIMIZERS[settings["optimizer"]])
     return kind(rate, weight_decay=decay, **own)
 
@@ -422,7 +423,10 @@ def train(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     with strategy.scope():
         model = build()
         updates = args.epochs * steps * (args.workers if served else 1)
-        optimizer = optimizer_of(settings, updates)
+        clip_norm = settings["clip_norm"] if has(row, "period") else None
+        if clip_norm is not None:  # as elsewhere, of a worker's own gradient
+            clip_norm /= math.sqrt(args.workers)
+        optimizer = optimizer_of(settings, updates, clip_norm)
         model.compile(
             optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"]
         )
