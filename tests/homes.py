@@ -101,7 +101,7 @@ TESTED_IN: dict[str, str] = {
         exchanges.own_changes
         exchanges.served_messages exchanges.server_copies""",
     "unit/test_turns": """exchanges.together servers.arrivals servers.attendance
-        servers.meetings servers.quorum""",
+        servers.holders servers.meetings servers.quorum""",
     "unit/test_watchdog": "transports.turnstile",
     "unit/test_without_rows": "_host.flow",
 }

@@ -15,6 +15,7 @@ from absl.testing import parameterized
 
 import tf_dgc
 from tf_dgc.compression import arena
+from tf_dgc.servers import clocks
 from tf_dgc.strategies import owners
 
 ROWS, WIDTH = 32, 4
@@ -451,6 +452,23 @@ class EndTest(parameterized.TestCase):
 
 
 class HeartbeatTest(parameterized.TestCase):
+    def test_who_has_the_place_of_a_dead_worker_and_is_starting_is_not_waited_for(
+        self,
+    ) -> None:
+        x = np.zeros([64, 4], "float32")
+        waits = mock.Mock(side_effect=AssertionError("it waits"))
+        settings: dict[str, Any] = {"max_staleness": 1, "liveness": 1.0}
+        with local_servers.Job(workers=2) as job:
+            strategies = [job.worker(k, **settings) for k in range(2)]
+            models = [linear(strategy) for strategy in strategies]
+            models[0].fit(x, x[:, :1], batch_size=32, verbose=0)
+            with mock.patch.object(clocks.Clocks, "leave"):  # it is killed within `fit`
+                models[1].fit(x, x[:, :1], batch_size=32, verbose=0)
+            job.kill(strategies[1])
+            job.worker(1, **settings)
+            with mock.patch.object(clocks.Clocks, "_nap", waits):
+                models[0].fit(x, x[:, :1], batch_size=4, verbose=0)
+
     def test_a_worker_whose_main_thread_hangs_counts_as_gone(self) -> None:
         with local_servers.Job(workers=2) as job:
             strategy = job.worker(0)

@@ -9,41 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc.servers.holders import Holders
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Rule
 
 OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
 SUBJECT = "A synchronous step"
-
-
-class Holders:
-    """Processes that have told what there is of each worker, by their numbers.
-
-    Another one may have the place by now, and still be starting.
-    """
-
-    def __init__(self, make: Callable[[str], Any], members: Members):
-        """Make the variable; arguments as of `Attendance`."""
-        self._members, self._joined = members, make("joined")
-
-    def begin(self) -> None:
-        """Give first values: nobody has told anything."""
-        self._joined.assign(tf.zeros(self._joined.shape, tf.int64))
-
-    def join(self) -> None:
-        """Tell that what there is of this worker is of this process."""
-        self._members.put(self._joined, self._members.place.own)
-
-    def living(self) -> tf.Tensor:
-        """Tell whose word counts: shape [W], bool, on server 0."""
-        living, ids = self._members.living(), self._members.place.ids
-        with tf.device(living.device):
-            return living & (self._joined.read_value() == ids.read_value())
-
-    def others(self) -> np.ndarray:
-        """Tell which other workers count, eagerly: shape [W], bool."""
-        living: np.ndarray = self.living().numpy()
-        return living & (np.arange(self._members.workers) != self._members.index)
 
 
 class Attendance:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_dgc.servers.holders import Holders
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers
 
@@ -34,7 +35,11 @@ class Clocks:
         self._members, self._bound = members, bound
         self._device = servers.devices[0]
         workers = members.workers
-        self.clocks = servers.variable(f"{name}.clocks", tf.int64, [workers])
+
+        def make(kind: str) -> Any:
+            return servers.variable(f"{name}.{kind}", tf.int64, [workers])
+
+        self.clocks, self._holders = make("clocks"), Holders(make, members)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
             self.own = tf.Variable(
@@ -45,10 +50,11 @@ class Clocks:
     def begin(self) -> None:
         """Give first values: nobody has begun."""
         self.clocks.assign(tf.fill(self.clocks.shape, tf.constant(NOWHERE, tf.int64)))
+        self._holders.begin()
 
     def slowest(self) -> tf.Tensor:
         """Return the least clock of the living: shape [], int64."""
-        living = self._members.living()
+        living = self._holders.living()
         with tf.device(self._device):
             return tf.reduce_min(tf.where(living, self.clocks.read_value(), NOWHERE))
 
@@ -60,6 +66,8 @@ class Clocks:
             new = tf.where(slowest == NOWHERE, self.own.read_value(), slowest)
             self.own.assign(new)
             self._inside.assign(True)
+            self._set(new)
+            self._holders.join()
 
         tf.cond(self._inside.read_value(), lambda: None, enter)
         self._set(self.own.assign_add(1, read_value=True))
