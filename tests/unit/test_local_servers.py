@@ -469,6 +469,29 @@ class HeartbeatTest(parameterized.TestCase):
             with mock.patch.object(clocks.Clocks, "_nap", waits):
                 models[0].fit(x, x[:, :1], batch_size=4, verbose=0)
 
+    def test_who_is_not_heard_of_is_named_to_people_and_to_itself(self) -> None:
+        with local_servers.Job(workers=2) as job:
+            chief, other = (job.worker(k, liveness=2.0) for k in range(2))
+            members = chief._members, other._members
+            for each in members:
+                each.pulse.end()
+                each.beat()
+            with self.assertLogs("tf_dgc") as logs:
+                members[1].put(members[1].signs.seen, 1.0)
+                members[0].beat()
+                members[0].beat()
+                members[1].signs._beaten -= 10.0
+                members[1].beat()
+                members[0].beat()
+        told = [line.removeprefix("WARNING:tf_dgc:") for line in logs.output]
+        self.assertLen(told, 3)
+        for line, text in zip(
+            told,
+            ["Worker 1 was not heard of for 2 s", "This worker was not", "Worker 1 is"],
+            strict=True,
+        ):
+            self.assertStartsWith(line, text)
+
     def test_a_worker_whose_main_thread_hangs_counts_as_gone(self) -> None:
         with local_servers.Job(workers=2) as job:
             strategy = job.worker(0)

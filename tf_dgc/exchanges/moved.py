@@ -13,12 +13,14 @@ from tf_dgc import _host, values
 from tf_dgc._host.shared import Table
 from tf_dgc.config import DownpourConfig
 from tf_dgc.exchanges.base import Exchange
+from tf_dgc.exchanges.inplace import own_variable
 from tf_dgc.exchanges.rates import Rate
 from tf_dgc.exchanges.server_traffic import Totals
 from tf_dgc.exchanges.step_counts import PushCount
 from tf_dgc.servers import chief_records
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.shared import Servers, Twins
+from tf_dgc.servers.succession import Succession
 
 
 class KeptSlot(NamedTuple):
@@ -81,6 +83,53 @@ class JobServers:
         self.last: Callable[[], None] = lambda: None
 
 
+class CommonSlots:
+    """Slots of an optimizer that it changes by itself before each step, as Nadam does.
+
+    All workers do so before a step that one takes for all: each has its own, and begins
+    a step with what the last one had.
+    """
+
+    def __init__(
+        self, succession: Succession, pairs: Sequence[tuple[Any, Any]]
+    ) -> None:
+        """Take them.
+
+        Args:
+            succession: whether what this worker assigns counts.
+            pairs: of a worker's variable, and that of the servers.
+        """
+        self._succession, self._pairs = succession, list(pairs)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._known = [own_variable(own.read_value(), "known") for own, _ in pairs]
+
+    def has(self, variable: Any) -> bool:
+        """Tell whether a variable is one of them."""
+        return any(own is variable for own, _ in self._pairs)
+
+    def give(self) -> None:
+        """Let the servers have this worker's, which has taken the step."""
+        for own, shared in self._pairs:
+            value = own.read_value()
+            with tf.device(shared.device):
+                shared.assign(value)
+
+    def take(self) -> None:
+        """Let this worker's be those of the last step."""
+        for (own, shared), known in zip(self._pairs, self._known, strict=True):
+            value = shared.read_value()
+            for variable in (own, known):
+                _host.shared.bypassed(variable, "assign")(value)
+
+    def heed(self) -> None:
+        """Give, eagerly, what the chief's script has assigned."""
+        if not self._succession.counts:
+            return
+        for (own, shared), known in zip(self._pairs, self._known, strict=True):
+            if bool(tf.reduce_any(own != known)):
+                shared.assign(own.read_value())
+
+
 class MovedVariables:
     """Variables of an optimizer on the servers, with what the optimizer keeps of them.
 
@@ -88,6 +137,8 @@ class MovedVariables:
         version: shape [], int64, on server 0: number of pushes, of all workers.
         rate: the chief's learning rate, which counts for all.
         count: of the optimizer's steps.
+        common: what the optimizer keeps of no variable in particular, where steps are
+            taken together: all workers change their own before each step.
         others: pairs of a variable that the optimizer does not train, and what the
             servers have of it.
     """
@@ -117,6 +168,14 @@ class MovedVariables:
             (slot, self._beside(f"{self._name}.kept.{i}", slot))
             for i, slot in enumerate(trained.kept)
         ]
+        self.common = CommonSlots(
+            job.members.succession,
+            [
+                (slot.value, shared)
+                for slot, shared in self._kept
+                if slot.beside is None and job.config.synchronous
+            ],
+        )
         self.others = [
             (own, self._like(f"{self._name}.other.{i}", own))
             for i, own in enumerate(trained.others)
@@ -198,9 +257,12 @@ class MovedVariables:
             self.count.join(self.version.read_value())
         succession = self._job.members.succession
         for slot, shared in self._kept:
+            if self.common.has(slot.value):
+                continue
             if shared is not slot.value:  # a table knows by itself
                 shared.writes = lambda: self._trained.runs() or succession.counts
             slot.move(shared)
+        self.common.take()
         for own, shared in self.others:
             _host.shared.bypassed(own, "assign")(shared.read_value())
 

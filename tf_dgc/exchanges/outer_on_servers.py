@@ -122,6 +122,7 @@ class OuterOnServers(ServedTogether):
             small, extras = means[: len(self._small)], means[len(self._small) :]
             update(tf.ones([]), self._division.merged(large, small))
             self.extras.subtract(extras)
+            self._moved.common.give()
             self.version.assign_add(1)
 
         sent = self.offer.beside([self._local[i] for i in self._small])
@@ -129,6 +130,8 @@ class OuterOnServers(ServedTogether):
             weight, then = self.offer.weight, self.then
             landed, _ = self._together.push(sent, apply, weight, then=then)
         self.landed.assign(landed)
+        with tf.control_dependencies([landed]):
+            self._moved.common.take()
         self._job.totals.add(pushes=tf.cast(landed, tf.int64), sent=cost(sent)[0])
 
     # Fetching.

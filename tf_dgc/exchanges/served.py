@@ -134,6 +134,7 @@ class Served(Exchange):
             self._fetch = tf.function(self.fetch, autograph=False)
         taken = int(self._taken)
         if always or taken != self._settled:
+            self._moved.common.heed()
             self._fetch()
             self._settled = taken
             self._job.totals.know(self.known.read_value())

@@ -201,7 +201,7 @@ class LocalRounds(Exchange):
             self._common = CommonCount(self.name, make, local)
             once, number = _host.shared.traced_once, tf.TensorSpec([], tf.int64)
             self._hold = once(self._hold_round, number)
-            self._fetch, self._begin = once(self.outer.fetch), once(self._begin_period)
+            self._fetch, self._begin = once(self.outer.fetch), once(self._begin_again)
             self._join()
 
     def _join(self) -> None:
@@ -238,8 +238,7 @@ class LocalRounds(Exchange):
             counts = self._members.succession.counts_now.read_value()
             tf.cond(counts, self.outer.give, self.outer.fetch)
         self._twins.changed.assign(False)
-        self._common.heed(self.position.read_value())
-        self._begin_period()
+        self._begin_again()
 
     def parameters(self) -> None:
         """Count a local step, and hold a round where it is time."""
@@ -266,6 +265,10 @@ class LocalRounds(Exchange):
             self._begin_period(uncounted)
 
         tf.cond(self.outer.landed.read_value(), begin, lambda: None)
+
+    def _begin_again(self) -> None:
+        self._common.heed(self.position.read_value())
+        self._begin_period()
 
     def _begin_period(self, uncounted: Any = 0) -> None:
         """Begin at what was fetched; count steps from those of all."""
@@ -297,7 +300,6 @@ class LocalRounds(Exchange):
             self.outer.give()
         self._twins.changed.assign(False)
         self._common.rate.tell()
-        self._common.heed(self.position.read_value())
         if (turns := self.outer.turns) is not None:
             turns.attendance.enter()
         self.fetch()

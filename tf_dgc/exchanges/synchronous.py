@@ -54,6 +54,7 @@ class ServedTogether(Served):
 
         def apply(means: list[Pieces]) -> None:
             update(tf.ones([]), means)
+            self._moved.common.give()
             self.version.assign_add(1)
 
         part = self._part
@@ -75,6 +76,11 @@ class ServedTogether(Served):
     def _end(self) -> Any:
         self._job.last()
         return np.bool_(True)
+
+    def _pull(self) -> tf.Tensor:
+        received = super()._pull()
+        self._moved.common.take()
+        return received
 
     def _before_fetch(self) -> list[tf.Tensor]:
         """Follow the steps of the others."""

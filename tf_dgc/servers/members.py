@@ -150,8 +150,7 @@ class Members:
     def beat_once(self) -> None:
         """Let the others know that this worker lives."""
         self.meetings.tell()
-        with tf.device(self._servers.devices[0]):
-            self.put(self.signs.seen, tf.timestamp())
+        self.signs.beat(self.put)
 
     def beat(self) -> bool:
         """Do so, if its main thread moves; tell whether the place is still its own."""
@@ -165,6 +164,7 @@ class Members:
         self._hangs = hangs
         if not hangs:
             self.beat_once()
+            self.signs.look(self.index)
         return self.place.holds()
 
     def expel(self, workers: Any) -> np.bool_:

@@ -3,6 +3,7 @@
 Axis: W workers. Times are by the clock of server 0.
 """
 
+import logging
 import os
 import secrets
 import socket
@@ -15,6 +16,8 @@ import tensorflow as tf
 
 from tf_dgc._host.shared import SharedVariable
 from tf_dgc.servers.shared import Servers
+
+_logger = logging.getLogger("tf_dgc")
 
 NEVER, HERE, LEFT, FAILED = range(4)  # what became of a worker
 _POLL_SECONDS = 0.2
@@ -40,11 +43,49 @@ class WorkerSigns:
         self._addresses = servers.addresses
         self.states = servers.variable("states", tf.int64, [workers])
         self.seen = servers.variable("seen", tf.float64, [workers])
+        self._late = np.zeros([workers], bool)  # who was, at the last look
+        self._beaten: float | None = None  # when this worker was heard of last
 
     def begin(self) -> None:
         """Give first values: nobody has come."""
         for variable in (self.states, self.seen):
             variable.assign(tf.zeros(variable.shape, variable.dtype))
+
+    def beat(self, put: Callable[[SharedVariable, Any], None]) -> None:
+        """Let the others know that this worker lives; `put` sets its element."""
+        with tf.device(self._device):
+            now = tf.timestamp()
+            put(self.seen, now)
+        last, self._beaten = self._beaten, float(now)
+        if last is not None and self._beaten - last > self._liveness:
+            _logger.warning(
+                "This worker was not heard of for %.0f s, longer than `liveness` (%g "
+                "s): others may have gone on without it",
+                self._beaten - last,
+                self._liveness,
+            )
+
+    def look(self, index: int) -> None:
+        """Tell people which other workers are not heard of any more, or are again.
+
+        Args:
+            index: of this worker.
+        """
+        here = self.states.read_value().numpy() == HERE
+        with tf.device(self._device):
+            now = float(tf.timestamp())
+        late = here & (self.seen.read_value().numpy() < now - self._liveness)
+        late[index] = False
+        for k in np.flatnonzero(late & ~self._late):
+            _logger.warning(
+                "Worker %d was not heard of for %g s (`liveness`): this worker goes on "
+                "without it",
+                k,
+                self._liveness,
+            )
+        for k in np.flatnonzero(here & ~late & self._late):
+            _logger.warning("Worker %d is heard of again, or another in its place", k)
+        self._late = late
 
     def living(self) -> tf.Tensor:
         """Tell which workers count: shape [W], bool, on server 0."""

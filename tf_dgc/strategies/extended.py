@@ -195,8 +195,9 @@ def _finite_on_all(core: Core, check: Any, gradients: Any, own: Any) -> tf.Tenso
         gradients: of this worker.
         own: whether these are, shape [], bool.
     """
-    if core.share is not None:
-        inner = _host.keras.inner_optimizers(getattr(check, "__self__", None))[-1]
-        variables = _host.keras.variables_of(inner)
-        own = core.share.weights.all_finite(own, gradients, variables)
-    return core.over.holds_on_all(own, "finite")
+    if core.share is None:
+        return core.over.holds_on_all(own, "finite")
+    inner = _host.keras.inner_optimizers(getattr(check, "__self__", None))[-1]
+    variables = _host.keras.variables_of(inner)
+    own = core.share.weights.all_finite(own, gradients, variables)
+    return core.share.rows.over.holds_on_all(own, "finite")

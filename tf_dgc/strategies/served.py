@@ -127,22 +127,15 @@ class DownpourExtended(OneReplicaExtended):
         if self.running and optimizer is not None and twin is not None:
             if not self.applying:
                 return variable  # a constraint, which the servers have applied
-            strategy.inner.exchanging.at_push(
-                lambda: self._move(variable, twin, name, *args)
-            )
+            alone = strategy.workers == 1
+            change = _change_of(variable, twin, name, args[0], alone)
+            strategy.inner.exchanging.at_push(change)
         elif self.running and twin is not None:
             getattr(twin, name)(*args, **kwargs)
             strategy.inner.twins.mark(twin)
         elif not (self.running and strategy.inner.steps_locally):
             strategy.inner.twins.note()
         return _host.shared.bypassed(variable, name)(*args, **kwargs)
-
-    def _move(self, mirror: Any, twin: Any, name: str, value: Any) -> None:
-        """Do to a twin what an optimizer does to its mirror, such as weight decay."""
-        if name != "assign" or self._container_strategy().workers == 1:
-            getattr(twin, name)(value)
-        else:
-            twin.assign_add(value - mirror.read_value())
 
     def _update(
         self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
@@ -205,3 +198,24 @@ def _made_now(initial_value: Any, name: str | None = None, **kwargs: Any) -> Any
         value = initial_value() if callable(initial_value) else initial_value
         value = tf.convert_to_tensor(value, kwargs.get("dtype"))
         return own_variable(value, name or "slot")
+
+
+def _change_of(
+    mirror: Any, twin: Any, name: str, value: Any, alone: bool
+) -> Callable[[], None]:
+    """Return what does to a twin what an optimizer does to its mirror now.
+
+    Such as weight decay.
+    """
+    if name != "assign" or alone:
+        return lambda: getattr(twin, name)(value)
+    change = value - mirror.read_value()  # before the mirror is assigned
+    optimizer: Any = _host.keras.calling_optimizer()
+    rate = tf.cast(optimizer.learning_rate, change.dtype)
+
+    def do() -> None:
+        # The chief's rate, of the step that is taken, may be another one by then.
+        now = tf.cast(optimizer.learning_rate, change.dtype)
+        twin.assign_add(change * tf.math.divide_no_nan(now, rate))
+
+    return do

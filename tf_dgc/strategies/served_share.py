@@ -81,6 +81,12 @@ class OverServers(Transport):
         seats = tf.reshape(seats, [-1, *[1] * tensor.shape.rank])
         return self.all_reduce([seats * tensor], name)[0]
 
+    def holds_on_all(self, own: tf.Tensor, name: str) -> tf.Tensor:
+        """Tell all workers whether something is true on each that has come."""
+        # Sums are of means, and rounded: only 0 is one of zeros.
+        (others,) = self.all_reduce([tf.cast(~own, _WIRE)], name)
+        return others == 0
+
     def _next(self, elements: int) -> "_Sum":
         """Return where workers meet next in this step."""
         key = self._meetings, elements
