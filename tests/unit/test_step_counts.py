@@ -92,6 +92,22 @@ class AssignedTest(parameterized.TestCase):
             for own, one in zip(model.get_weights(), plain.get_weights(), strict=True):
                 np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
 
+    @parameterized.parameters({}, {"synchronous": True}, {"local_steps": 3})
+    def test_what_is_set_as_the_last_epoch_ends_stays(self, **kind: Any) -> None:
+        def end(model: keras.Model) -> None:
+            model.optimizer.iterations.assign(0)
+
+        batches = tf.data.Dataset.from_tensor_slices(rows()).batch(BATCH)
+        with local_servers.Job(workers=1) as job:
+            with job.worker(0, **kind).scope():
+                model = compiled(network(), optimizer())
+            ends = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: end(model))
+            model.fit(batches, epochs=2, verbose=0, callbacks=[ends])
+            model.evaluate(batches, verbose=0)
+            self.assertEqual(int(model.optimizer.iterations), 0)
+            model.fit(batches, epochs=1, verbose=0)
+            self.assertEqual(int(model.optimizer.iterations), BATCHES)
+
     @parameterized.parameters({}, {"local_steps": 3})
     def test_gradients_that_are_added_up_are_no_assignment(self, **kind: int) -> None:
         accumulates = functools.partial(optimizer, gradient_accumulation_steps=3)
