@@ -471,7 +471,7 @@ class HeartbeatTest(parameterized.TestCase):
 
     def test_who_is_not_heard_of_is_named_to_people_and_to_itself(self) -> None:
         with local_servers.Job(workers=2) as job:
-            chief, other = (job.worker(k, liveness=2.0) for k in range(2))
+            chief, other = (job.worker(k, liveness=60.0) for k in range(2))
             members = chief._members, other._members
             for each in members:
                 each.pulse.end()
@@ -480,14 +480,18 @@ class HeartbeatTest(parameterized.TestCase):
                 members[1].put(members[1].signs.seen, 1.0)
                 members[0].beat()
                 members[0].beat()
-                members[1].signs._beaten -= 10.0
+                members[1].signs._beaten -= 100.0
                 members[1].beat()
                 members[0].beat()
         told = [line.removeprefix("WARNING:tf_dgc:") for line in logs.output]
         self.assertLen(told, 3)
         for line, text in zip(
             told,
-            ["Worker 1 was not heard of for 2 s", "This worker was not", "Worker 1 is"],
+            [
+                "Worker 1 was not heard of for 60 s",
+                "This worker was not",
+                "Worker 1 is",
+            ],
             strict=True,
         ):
             self.assertStartsWith(line, text)
