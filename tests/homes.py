@@ -97,8 +97,8 @@ TESTED_IN: dict[str, str] = {
         strategies.reductions transports.collective transports.horovod""",
     "unit/test_tables": "_host.shared _host.stores",
     "unit/test_timeline": "strategies.marks",
-    "unit/test_served_rounds": """exchanges.handover exchanges.outer_on_servers
-        exchanges.own_changes
+    "unit/test_served_rounds": """exchanges.handover exchanges.local_counts
+        exchanges.outer_on_servers exchanges.own_changes
         exchanges.served_messages exchanges.server_copies""",
     "unit/test_turns": """exchanges.together servers.arrivals servers.attendance
         servers.holders servers.meetings servers.quorum""",

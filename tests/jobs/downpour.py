@@ -337,7 +337,7 @@ def compressed() -> dict[str, Any]:
 
 
 def _fitted(
-    of: int, eagerly: bool, both: bool, follows: bool = False
+    of: int, eagerly: bool, both: bool, nadam: bool, follows: bool = False
 ) -> list[np.ndarray]:
     """Train on batches of `of` rows, the last of 3.
 
@@ -349,6 +349,8 @@ def _fitted(
     optimizers = [keras.optimizers.SGD(0.05, nesterov=True, **sgd)]
     if both:
         optimizers.append(keras.optimizers.Adam(0.01, use_ema=True))
+    if nadam:  # changes something before each step
+        optimizers.append(keras.optimizers.Nadam(0.01))
     for optimizer in optimizers:
         keras.utils.set_random_seed(8)
         layers = [keras.Input([12]), keras.layers.Dense(1200, "relu")]
@@ -405,13 +407,15 @@ def _by_losses(eagerly: bool) -> list[np.ndarray]:
     return found
 
 
-def together(eagerly: bool = False, both: bool = False) -> dict[str, Any]:
+def together(
+    eagerly: bool = False, both: bool = False, nadam: bool = False
+) -> dict[str, Any]:
     """Take steps with the others; tell how far they are from those of one process."""
-    plain = _fitted(20, eagerly, both)
+    plain = _fitted(20, eagerly, both, nadam)
     by_losses = _by_losses(eagerly)
     strategy = strategy_of(synchronous=True)
     with strategy.scope():
-        found = _fitted(20, eagerly, both, strategy.rank > 0)
+        found = _fitted(20, eagerly, both, nadam, strategy.rank > 0)
     stats = strategy.server_stats()
     figures = [int(stats.pushes), int(stats.dropped), int(stats.all_pushes)]
     with strategy.scope():

@@ -160,11 +160,11 @@ class TogetherTest(tf.test.TestCase):
         with serving.Job(workers, 2) as job:
             found = job.run("together", **arguments)
         steps = 5 if arguments.get("eagerly") else 10
-        both = arguments.get("both", False)
+        more = sum(arguments.get(name, False) for name in ("both", "nadam"))
         for each in found:
             self.assertAllLessEqual(each["differ"], most)
             self.assertAllLessEqual(each["differ by losses"], 1e-5)
-            self.assertEqual(each["figures"], [steps * (1 + both), 0, steps])
+            self.assertEqual(each["figures"], [steps * (1 + more), 0, steps])
             self.assertEqual(each["digest"], found[0]["digest"])
             self.assertEqual(each["pieces"], 2)
             self.assertAlmostEqual(each["loop"], -2 * (workers + 1), places=5)
@@ -176,6 +176,10 @@ class TogetherTest(tf.test.TestCase):
     @pytest.mark.slow
     def test_so_they_are_with_adam_and_averages(self) -> None:
         self.check_alike(3, 3e-6, both=True)
+
+    @pytest.mark.slow
+    def test_so_they_are_with_nadam_which_changes_something_before_each(self) -> None:
+        self.check_alike(2, 1e-5, nadam=True)
 
     @pytest.mark.slow
     def test_those_of_one_worker_are_up_to_the_rounding_of_a_norm(self) -> None:

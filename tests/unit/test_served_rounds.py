@@ -19,9 +19,9 @@ from absl.testing import parameterized
 
 import tf_dgc
 from tf_dgc.compression import arena
+from tf_dgc.exchanges.local_counts import CommonCount
 from tf_dgc.exchanges.modes import Combining
 from tf_dgc.exchanges.served_messages import UnsentChanges, combined
-from tf_dgc.exchanges.served_rounds import CommonCount
 
 BATCH, FEATURES = 16, 4
 OUTER = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}

@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 from tf_dgc import _host
+from tf_dgc.exchanges.local_counts import LocalOptimizer
 from tf_dgc.exchanges.outer_on_servers import Compressing
-from tf_dgc.exchanges.served_rounds import LocalOptimizer, LocalRounds, RoundsOnServers
+from tf_dgc.exchanges.served_rounds import LocalRounds, RoundsOnServers
 from tf_dgc.strategies import on_servers
 from tf_dgc.strategies.combining import combining_of
 from tf_dgc.strategies.core import Core
