@@ -25,14 +25,16 @@ PRELUDE = """
 import json, os, signal, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
 rank = config["task"]["index"]
+def tell(*words):  # in one piece, or not at all, whenever a signal comes
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 WAIT = """
 def handle(number, frame):
-    print("received", number, flush=True)
+    tell("received", number)
     sys.exit(0)
 signal.signal(signal.SIGINT, handle)
 signal.signal(signal.SIGTERM, handle)
-print("ready", os.getpid(), flush=True)
+tell("ready", os.getpid())
 time.sleep(120)
 """
 
@@ -386,7 +388,7 @@ class HostsTest(Launched):
     def test_one_that_ignores_sigterm_is_killed(self) -> None:
         script = self.script("""
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print("ready", os.getpid(), flush=True)
+            tell("ready", os.getpid())
             time.sleep(120)
             """)
         process = self.start(*self.on_hosts("--grace", "0.5", script))

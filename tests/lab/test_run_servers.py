@@ -30,8 +30,8 @@ PRELUDE = """
 kind = config["task"]["type"]
 attempt = int(os.environ.get("TF_DGC_ATTEMPT", 0))
 def serve():
-    signal.signal(signal.SIGTERM, lambda *_: (print("told to end"), sys.exit(0)))
-    print("serves", os.getpid(), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: (tell("told to end"), sys.exit(0)))
+    tell("serves", os.getpid())
     open(serving(config["task"]["index"]), "w").close()
     time.sleep(120)
 def serving(server):
@@ -343,11 +343,11 @@ class ServersTest(WithServers):
                         serve()
                     def handle(*_):
                         time.sleep(0.5)
-                        print("saved")
+                        tell("saved")
                         sys.exit(0)
                     signal.signal(signal.SIGINT, handle)
                     signal.signal(signal.SIGTERM, handle)
-                    print("ready", os.getpid(), flush=True)
+                    tell("ready", os.getpid())
                     time.sleep(120)
                     """)
                 process = self.start("-n", "2", "--ps", "2", script)
@@ -457,7 +457,7 @@ class ServersOnHostsTest(WithServers):
         for servers, expected in ((2, 255), (1, 0)):
             with self.subTest(servers=servers):
                 script = self.script("""
-                    print("ready", os.getpid(), flush=True)
+                    tell("ready", os.getpid())
                     if kind == "ps":
                         serve()
                     time.sleep(5)

@@ -105,7 +105,7 @@ class TrialsTest(WithGroups):
             if group is None:
                 time.sleep(0.5)
                 sys.exit(5)
-            print("ready", os.getpid(), flush=True)
+            tell("ready", os.getpid())
             time.sleep(60)
             """)
         process = self.start("-n", "2", "--trials", "2", script)
