@@ -14,7 +14,7 @@ from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Rule
 
 OUTSIDE, INSIDE, LEFT, COMES = range(4)  # a worker, since its process began
-SUBJECT = "A synchronous step"
+_TOLD = "entries", "places", "stops"
 
 
 class Attendance:
@@ -26,9 +26,10 @@ class Attendance:
         stops: shape [W], int64: the round that a worker has stopped, plus 1.
         round: shape [], int64: of this worker.
         holders: of the places, whose word counts.
+        subject: of what is told of waits.
     """
 
-    def __init__(self, make: Callable[[str], Any], members: Members, rule: Rule):
+    def __init__(self, make: Callable[[str], Any], members: Members, rule: Rule | None):
         """Make the variables, and begin outside.
 
         Args:
@@ -36,9 +37,9 @@ class Attendance:
             members: of the job.
             rule: how many a round waits for, and how long.
         """
-        self._rule, self._members = rule, members
-        names = "entries", "places", "stops"
-        self.entries, self.places, self.stops = map(make, names)
+        self._rule, self._members = rule or Rule(), members
+        self.subject = "A round" if rule else "A synchronous step"
+        self.entries, self.places, self.stops = map(make, _TOLD)
         self.holders = Holders(make, members)
         own = tf.VariableSynchronization.NONE
         with tf.init_scope(), tf.device("CPU:0"):
@@ -86,7 +87,7 @@ class Attendance:
         self._members.put(self.places, COMES)
         self._members.put(self.entries, number)
         wait = self._members.meetings.wait_for_others
-        wait(self.entries, number, SUBJECT, *self._rule)
+        wait(self.entries, number, self.subject, *self._rule)
         self._members.put(self.places, INSIDE)
         return np.bool_(True)
 
@@ -160,8 +161,7 @@ class Attendance:
         places, rounds = (
             variable.read_value().numpy() for variable in (self.places, self.entries)
         )
-        inside: np.ndarray = np.isin(places, (INSIDE, COMES))
-        return inside & (rounds == int(self.round))
+        return np.isin(places, (INSIDE, COMES)) & (rounds == int(self.round))
 
     def others_inside(self) -> np.ndarray:
         """Tell which other workers take steps, eagerly: shape [W], bool."""

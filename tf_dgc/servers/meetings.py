@@ -52,6 +52,8 @@ class Meetings:
     """The waits of a worker for others.
 
     Attributes:
+        timeout: seconds to wait for those that have not begun.
+        longest: seconds to wait for those that live, and take no step.
         moves: what the main thread of this worker does.
         naps: in waits within a step.
     """
@@ -67,9 +69,10 @@ class Meetings:
         Args:
             make: takes name, type and shape of a variable on server 0.
             workers: of the job.
-            timeout: seconds to wait for those that have not begun.
+            timeout: see above.
         """
-        self._workers, self._timeout = workers, timeout
+        self._workers, self.timeout = workers, timeout
+        self.longest = timeout + 2 * workers.liveness
         shape = [workers.workers]
         self._moved = make("moved", tf.int64, shape)  # steps, of any kind
         self._arrived = make("arrived", tf.int64, shape)  # at so many barriers
@@ -97,11 +100,6 @@ class Meetings:
         """Steps that each worker has taken, as it tells: shape [W], int64."""
         found: np.ndarray = self._moved.read_value().numpy()
         return found
-
-    @property
-    def longest(self) -> float:
-        """Seconds after which who lives, and takes no step, is waited for no more."""
-        return self._timeout + 2 * self._workers.liveness
 
     def others(self) -> np.ndarray:
         """Tell which other workers count: shape [W], bool."""
@@ -167,7 +165,7 @@ class Meetings:
                 here &= ~self._waiting_for_this()
             waited = time.monotonic() - began
             if not here.any():
-                if absent.any() and waited > self._timeout:
+                if absent.any() and waited > self.timeout:
                     self._give_up(np.flatnonzero(absent).tolist(), subject)
                 elif not absent.any():
                     return
@@ -191,7 +189,7 @@ class Meetings:
         _logger.warning(
             "%s does not wait for workers that have not begun within %g s: %s",
             subject,
-            self._timeout,
+            self.timeout,
             absent,
         )
         self._given_up += absent
@@ -223,16 +221,18 @@ class Patience:
         Raises:
             TimeoutError: they have taken no step for too long.
         """
-        now = self._looked = time.monotonic()
+        now, limits = time.monotonic(), self._meetings
+        self._looked = now
         seen = late.tolist(), np.where(late, self._meetings.moved, 0).tolist()
         if seen != self._last:
             self._last, self._since = seen, now
-        if late.any() and now - self._since > self._meetings.longest:
+        if late.any() and now - self._since > limits.longest:
             raise TimeoutError(
                 f"{self._subject} has waited for more than {now - self._since:.0f} s "
                 f"for workers {np.flatnonzero(late).tolist()}, which live and take no "
                 "step: they wait for something else. All workers must come to the same "
-                "fits and barriers, in one order. TF_DGC_TIMEOUT sets the time."
+                f"fits and barriers, in one order. TF_DGC_TIMEOUT ({limits.timeout:g} "
+                "s), and twice `liveness` beyond it, set the time."
             )
 
 

@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from tf_dgc import _host, values
 from tf_dgc.servers.arrivals import Arrivals
-from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, SUBJECT, Attendance
+from tf_dgc.servers.attendance import COMES, INSIDE, OUTSIDE, Attendance
 from tf_dgc.servers.members import Members
 from tf_dgc.servers.quorum import Fence, Quorum, Rule
 from tf_dgc.servers.shared import Servers
@@ -141,7 +141,7 @@ class Turns:
             self.own = tf.Variable(zero, trainable=False, synchronization=own)
         self._step = make("step")
         own_make = functools.partial(make, shape=[members.workers])
-        self.attendance = Attendance(own_make, members, rule or Rule())
+        self.attendance = Attendance(own_make, members, rule)
         place = make, members, self._device
         self.quorum = None if rule is None else Quorum(rule, *place)
         parties = members, self.attendance, self.quorum
@@ -312,8 +312,8 @@ class StepWait:
         return won, over
 
     def _nap(self, began: Any) -> Any:
-        late = self._turns.arrivals.late
-        return self._members.meetings.naps.nap(began, late, SUBJECT)
+        late, subject = self._turns.arrivals.late, self._turns.attendance.subject
+        return self._members.meetings.naps.nap(began, late, subject)
 
 
 def _needed(
