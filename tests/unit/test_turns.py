@@ -739,10 +739,11 @@ class RoundsTest(parameterized.TestCase):
     @pytest.mark.long
     def test_who_lives_and_takes_no_step_is_named_in_time(self) -> None:
         job = Job(2, liveness=1.0)
-        job.meetings(0)._timeout = 1.0
+        job.meetings(0).timeout = 1.0
         with self.assertRaisesRegex(
             TimeoutError,
-            r"A barrier has waited for more than \d+ s for workers \[1\], which live",
+            r"A barrier has waited for more than \d+ s for workers \[1\], which live"
+            r".* TF_DGC_TIMEOUT \(1 s\), and twice `liveness` beyond it",
         ):
             job.meetings(0).barrier()
 

@@ -53,7 +53,6 @@ class Meetings:
 
     Attributes:
         timeout: seconds to wait for those that have not begun.
-        longest: seconds to wait for those that live, and take no step.
         moves: what the main thread of this worker does.
         naps: in waits within a step.
     """
@@ -72,7 +71,6 @@ class Meetings:
             timeout: see above.
         """
         self._workers, self.timeout = workers, timeout
-        self.longest = timeout + 2 * workers.liveness
         shape = [workers.workers]
         self._moved = make("moved", tf.int64, shape)  # steps, of any kind
         self._arrived = make("arrived", tf.int64, shape)  # at so many barriers
@@ -100,6 +98,11 @@ class Meetings:
         """Steps that each worker has taken, as it tells: shape [W], int64."""
         found: np.ndarray = self._moved.read_value().numpy()
         return found
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which who lives, and takes no step, is waited for no more."""
+        return self.timeout + 2 * self._workers.liveness
 
     def others(self) -> np.ndarray:
         """Tell which other workers count: shape [W], bool."""
