@@ -333,11 +333,20 @@ class JoiningTest(parameterized.TestCase):
         self.assertLess(min(gaps), 1e-3)
         self.assertGreaterEqual(np.argmin(gaps), 8)
 
+    @parameterized.parameters(False, True)
     def test_who_joins_where_nobody_trains_is_told_that_its_optimizer_is_new(
-        self,
+        self, died_while_it_answered: bool
     ) -> None:
         with local_servers.Job(workers=2) as job:
-            self.fit(job.worker(0, local_steps=3, quorum=1))
+            chief = job.worker(0, local_steps=3, quorum=1)
+            self.fit(chief)
+            if died_while_it_answered:
+                _, rounds = chief._ledger.exchanges()
+                handover = rounds._common.handover
+                for shared in handover._shared:
+                    shared.assign(tf.zeros(shared.shape, shared.dtype))
+                handover._given.assign(1)
+                handover._begun.assign(2)
             with self.assertLogs("tf_dgc", "WARNING") as logs:
                 self.fit(job.worker(1, local_steps=3, quorum=1))
         (line,) = [line for line in logs.output if "knows nothing of these" in line]

@@ -99,7 +99,7 @@ class Handover:
             return
         number = int(_host.shared.take_number(self._asked)) + 1
         end = time.monotonic() + timeout
-        while int(self._given.read_value()) < number:
+        while int(self._given.read_value()) < number or not self._copied():
             if time.monotonic() > end or not attendance.others_inside().any():
                 _logger.warning(
                     "Worker %d begins at step %d of the others, with an optimizer that "
@@ -111,13 +111,14 @@ class Handover:
                 return
             self._members.meetings.moves.wait()
             time.sleep(_POLL_SECONDS)
-        while not self._copied():
-            time.sleep(_POLL_SECONDS)
 
     def _copied(self) -> bool:
-        """Copy what is there; tell whether nobody has changed it meanwhile."""
+        """Copy what is there, unless somebody changes it meanwhile; tell which."""
         before = int(self._given.read_value())
-        for slot, shared in zip(self._slots, self._shared, strict=True):
-            slot.assign(shared.read_value())
+        values = [shared.read_value() for shared in self._shared]
         self._totals.add(received=size(self._slots))
-        return int(self._begun.read_value()) == before
+        if int(self._begun.read_value()) != before:
+            return False
+        for slot, value in zip(self._slots, values, strict=True):
+            slot.assign(value)
+        return True
