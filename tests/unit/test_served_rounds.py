@@ -1,6 +1,7 @@
 """Tests of averaging on servers: local steps, and rounds; workers are threads."""
 
 import functools
+import gc
 import itertools
 import logging
 import random
@@ -248,6 +249,48 @@ class PaceTest(parameterized.TestCase):
         for model in models:
             for own, one in zip(model.get_weights(), plain.get_weights(), strict=True):
                 np.testing.assert_allclose(own, one, rtol=2e-5, atol=2e-6)
+
+
+class ModelsTest(parameterized.TestCase):
+    """Models that are trained one after another."""
+
+    @parameterized.product(
+        settings=[
+            {"local_steps": 3},
+            {"local_steps": 3, "quorum": 1, "grace": 60.0},
+            {"synchronous": True},
+            {},
+        ],
+        by_hand=[False, True],
+    )
+    def test_a_worker_may_keep_models_that_another_has_dropped(
+        self, settings: dict[str, Any], by_hand: bool
+    ) -> None:
+        x, y = data(4)
+
+        def train(strategy: Any) -> list[np.ndarray]:
+            kept, weights = [], []
+            for _ in range(3):
+                with strategy.scope():
+                    model = compiled(network(), keras.optimizers.SGD(0.05))
+                if by_hand:
+                    for at in range(0, len(x), BATCH):
+                        model.train_on_batch(x[at : at + BATCH], y[at : at + BATCH])
+                    strategy.barrier()
+                else:
+                    model.fit(x, y, BATCH, verbose=0, shuffle=False)
+                weights += model.get_weights()
+                kept += [model] if strategy.is_chief else []
+                del model
+                gc.collect()
+            return weights
+
+        with local_servers.Job(workers=2) as job:
+            workers = [job.worker(k, **settings) for k in range(2)]
+            first, second = in_threads([lambda w=w: train(w) for w in workers])
+        if settings and "quorum" not in settings:
+            for own, other in zip(first, second, strict=True):
+                np.testing.assert_array_equal(own, other)
 
 
 class JoiningTest(parameterized.TestCase):

@@ -41,14 +41,9 @@ class CommonSteps:
             turns.attendance.leave()
 
     def meet(self, barrier: Callable[[], None]) -> None:
-        """Leave, wait for all workers, and take part again where this one did."""
-        takes_part = [t for t in self.turns() if t.attendance.takes_part]
+        """Hold nobody back, and wait for all workers: the next step begins anew."""
         self.leave()
         barrier()
-        for turns in takes_part:  # before anybody takes a step
-            turns.attendance.enter()
-        if takes_part:
-            barrier()
 
     def told_of_end(self) -> str:
         """Say why a worker computes nothing further for the others."""

@@ -97,8 +97,9 @@ class ServedInner(Inner):
 
     def fetch(self) -> None:
         """Fetch in any case what the servers have; where `fit` begins, with others."""
-        if self.local is not None and self.fits.running and not self.fits.evaluating:
-            for each in self.local.rounds():
+        model = None if self.fits.evaluating else self.fits.model
+        if self.local is not None and model is not None:
+            for each in self.local.rounds_of(model):
                 each.come()
         elif not bool(self.twins.changed):
             self._fetch(always=True)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tf_dgc import _host
 from tf_dgc.exchanges.local_counts import LocalOptimizer
+from tf_dgc.exchanges.opened import Subset
 from tf_dgc.exchanges.outer_on_servers import Compressing
 from tf_dgc.exchanges.served_rounds import LocalRounds, RoundsOnServers
 from tf_dgc.strategies import on_servers
@@ -178,6 +179,23 @@ class LocalTraining:
         return step
 
     def rounds(self) -> list[LocalRounds]:
-        """Return the exchanges of local steps so far."""
-        found = self._core.ledger.exchanges()
-        return [each for each in found if isinstance(each, LocalRounds)]
+        """Return the exchanges of local steps so far, on all workers alike.
+
+        Workers learn at different times that a model is garbage: what has steps since
+        its last round would wait for workers that know no such exchange.
+        """
+        ledger = self._core.ledger
+        found = _local(ledger.exchanges())
+        if any(int(each.position) for each in found if each is not ledger.newest):
+            found = _local(ledger.left())
+        gone = [each for each in [ledger.newest] if each not in found]
+        return [*found, *_local(gone)]
+
+    def rounds_of(self, model: keras.Model) -> list[LocalRounds]:
+        """Return those of the optimizers that a model has."""
+        owners = _host.keras.optimizers_of(model)
+        return _local(self._core.ledger.exchanges(Subset(owners, ())))
+
+
+def _local(exchanges: Sequence[Any]) -> list[LocalRounds]:
+    return [each for each in exchanges if isinstance(each, LocalRounds)]
