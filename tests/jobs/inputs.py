@@ -45,6 +45,21 @@ def by_file(strategy: Any, folder: str) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+def by_known_files(strategy: Any, folder: str) -> tf.data.Dataset:
+    batches = -(-sum(ROWS) // BATCH)
+    known = tf.data.experimental.assert_cardinality(batches)
+    return by_file(strategy, folder).apply(known)
+
+
+def by_worker(strategy: Any, folder: str) -> tf.data.Dataset:
+    x = np.float32(numbers()[strategy.rank :: 2])[:, None]
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy.OFF
+    options.experimental_distribute.auto_shard_policy = policy
+    dataset = tf.data.Dataset.from_tensor_slices((x, 2 * x)).batch(BATCH)
+    return dataset.with_options(options)
+
+
 def by_function(strategy: Any, folder: str) -> Any:
     def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
         files = tf.data.Dataset.from_tensor_slices(_files(folder)).shard(
@@ -85,7 +100,13 @@ def trained(
         model.seen = []
         sgd = keras.optimizers.SGD(1e-3)
         model.compile(sgd, "mse", steps_per_execution=steps_per_execution)
-    dataset = {"file": by_file, "function": by_function}[make](strategy, folder)
+    makes = {
+        "file": by_file,
+        "known files": by_known_files,
+        "function": by_function,
+        "worker": by_worker,
+    }
+    dataset = makes[make](strategy, folder)
     model.fit(dataset, epochs=2, verbose=0)
     if isinstance(dataset, tf.data.Dataset):
         split = strategy.experimental_distribute_dataset(dataset)

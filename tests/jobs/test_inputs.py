@@ -12,8 +12,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 class UnequalTest(parameterized.TestCase):
+    @parameterized.parameters("known files", "worker")
+    def test_all_rows_are_seen_once_and_who_ends_first_takes_part(
+        self, make: str
+    ) -> None:
+        self.check("collective", make, 1)
+
     @pytest.mark.extended
-    def test_all_rows_are_seen_once_and_who_ends_first_takes_part(self) -> None:
+    def test_so_they_are_where_nobody_knows_how_many_there_are(self) -> None:
         self.check("collective", "file", 1)
 
     @parameterized.parameters(("horovod", "file", 3), ("collective", "function", 3))

@@ -145,6 +145,7 @@ def distributed_dataset(
     device: str,
     meeting: iterators.Meeting | None = None,
     marks: iterators.Marks | None = None,
+    pieces: int | None = 1,
 ) -> Any:
     """Wrap this worker's share of the data so that Keras does not split it again.
 
@@ -156,6 +157,8 @@ def distributed_dataset(
         device: where it computes.
         meeting: where the workers agree on the end of the data, if they do.
         marks: what keeps the marks, where the share is of pairs of element and mark.
+        pieces: steps in which a batch of what was handed over is used up; None where
+            that is not known.
     """
     wrapped = _Share(
         input_lib.InputWorkers([(host_of_device(device), (device,))]),
@@ -167,6 +170,7 @@ def distributed_dataset(
         enable_get_next_as_optional=False,
     )
     wrapped.share, wrapped.meeting, wrapped.marks = dataset, meeting, marks
+    wrapped.pieces = pieces
     return wrapped
 
 
@@ -181,6 +185,7 @@ class _Share(input_lib.DistributedDataset):
     share: tf.data.Dataset
     meeting: iterators.Meeting | None
     marks: iterators.Marks | None
+    pieces: int | None
 
     @property
     def element_spec(self) -> Any:
@@ -194,6 +199,20 @@ class _Share(input_lib.DistributedDataset):
         if self.meeting is None:
             return iter(self.share)
         return iterators.LevelIterator(self.meeting, self.share)
+
+
+def count_steps(
+    original: Callable[..., None], epoch: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Let an epoch have as many steps as its data: pieces of batches are one each.
+
+    KB/tensorflow/trainer.py: TFEpochIterator._distributed_dataset, and _num_batches,
+    which is that of what was handed over.
+    """
+    original(epoch, *args, **kwargs)
+    pieces = getattr(epoch._distributed_dataset, "pieces", 1)
+    known = None not in (epoch._num_batches, pieces)
+    epoch._num_batches = epoch._num_batches * pieces if known else None
 
 
 def components_of(value: Any) -> tuple[Any, ...] | None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tf_dgc._host import probe
 
 with probe.imports():
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.src.losses import loss as loss_module
     from keras.src.saving import saving_lib
     from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
@@ -75,6 +76,7 @@ def wanted() -> list[tuple[Any, str]]:
         (array_data_adapter, "ArrayDataAdapter"),
         (py_dataset_adapter, "random"),
         (EpochIterator, "_enumerate_iterator"),
+        (TFEpochIterator, "reset"),
         (loss_module, "scale_loss_for_distribution"),
         (loss_module, "unscale_loss_for_distribution"),
         (keras.Model, "_get_metrics_result_or_logs"),
@@ -163,6 +165,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     # keras/src/trainers/epoch_iterator.py: _enumerate_iterator, which yields the steps
     # of an epoch and the iterator that they are read from.
     "steps": (EpochIterator, "_enumerate_iterator"),
+    # KB/tensorflow/trainer.py: TFEpochIterator; its __init__ and reset, which take the
+    # number of steps from what the script has handed over.
+    "epochs": (TFEpochIterator, "__init__"),
+    "next epoch": (TFEpochIterator, "reset"),
     # keras/src/losses/loss.py: scale_loss_for_distribution and
     # unscale_loss_for_distribution.
     "loss division": (loss_module, "scale_loss_for_distribution"),

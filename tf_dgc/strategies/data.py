@@ -110,6 +110,13 @@ def is_own(dataset: tf.data.Dataset) -> bool:
     return _policy_of(dataset) not in _ALIKE
 
 
+def pieces_of(dataset: tf.data.Dataset, size: int) -> int | None:
+    """Return in how many steps each batch of a dataset is used up; None if unknown."""
+    if size == 1 or not is_own(dataset):
+        return 1
+    return size if _policy_of(dataset) == _Policy.OFF else None
+
+
 def _policy_of(dataset: tf.data.Dataset) -> Any:
     return dataset.options().experimental_distribute.auto_shard_policy
 

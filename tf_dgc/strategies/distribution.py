@@ -22,11 +22,13 @@ class SharedData(NamedTuple):
         dataset: of its rows.
         meeting: where workers agree on the end of data, if there is need to.
         marks: of what is read of batches that all read alike.
+        pieces: steps in which a batch of the dataset is used up; None if unknown.
     """
 
     dataset: Any
     meeting: _host.iterators.Meeting | None = None
     marks: _host.iterators.Marks | None = None
+    pieces: int | None = 1
 
 
 class Distribution:
@@ -70,7 +72,8 @@ class Distribution:
         own = data.share_of(dataset, rank, size)
         unequal = data.may_be_unequal(dataset)
         meeting = self._meeting_of(own if unequal else dataset, unequal, lockstep)
-        return SharedData(own, meeting if data.is_own(dataset) else None)
+        pieces = data.pieces_of(dataset, size)
+        return SharedData(own, meeting if data.is_own(dataset) else None, None, pieces)
 
     def own(self, make: Callable[[], tf.data.Dataset], lockstep: bool) -> SharedData:
         """Return data that a worker makes by itself; `make` returns the dataset."""

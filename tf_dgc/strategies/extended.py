@@ -132,7 +132,12 @@ class OneReplicaExtended(OneDevice):
         else:
             shared = self.distribution.shared(dataset, strategy.lockstep)
         return _host.distribute.distributed_dataset(
-            strategy, shared.dataset, self._device, shared.meeting, shared.marks
+            strategy,
+            shared.dataset,
+            self._device,
+            shared.meeting,
+            shared.marks,
+            shared.pieces,
         )
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

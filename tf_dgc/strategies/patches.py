@@ -159,6 +159,8 @@ def _data() -> list[Patch]:
     drawn = "one process draws for the rows of all"
     seeds = "replicas draw noise of their own"
     order = "all workers read in one order"
+    whole_data = "an epoch goes through all data of a worker's own"
+    of_epochs = "epochs", "next epoch"
     parallel = ("interleave", "map", "batch", "parallel interleave")
     pydataset = randomness.OrderOfPyDatasets
     return [
@@ -181,6 +183,7 @@ def _data() -> list[Patch]:
         *(Patch(n, drawn_rows.draw, drawn) for n in _host.patches.DRAWING),
         Patch("initialize", drawn_rows.build, "weights have no rows of a batch"),
         Patch("data seeds", randomness.seed_alike, order),
+        *(Patch(n, _host.distribute.count_steps, whole_data) for n in of_epochs),
         Patch("arrays", randomness.arrays_alike, order),
         *(Patch(name, randomness.in_order, order) for name in parallel),
         Patch("order of PyDatasets", pydataset, order, whole=True),

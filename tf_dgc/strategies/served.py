@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc._host.shared import Table
 from tf_dgc.exchanges.inplace import own_variable
-from tf_dgc.strategies import outside, pieces
+from tf_dgc.strategies import data, outside, pieces
 from tf_dgc.strategies.extended import OneReplicaExtended
 from tf_dgc.strategies.served_data import DataShares
 
@@ -179,7 +179,10 @@ class DownpourExtended(OneReplicaExtended):
         strategy = self._container_strategy()
         strategy.inner.fetch()
         found, divided = self.shares.shared(dataset, strategy)
-        found = _host.distribute.distributed_dataset(strategy, found, self._device)
+        cuts = data.pieces_of(dataset, strategy.workers) if divided else 1
+        found = _host.distribute.distributed_dataset(
+            strategy, found, self._device, pieces=cuts
+        )
         if divided:
             self.shares.note(found, dataset)
         return found
