@@ -3,7 +3,7 @@
 import os
 import pathlib
 import tempfile
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import keras
@@ -300,13 +300,18 @@ class SuccessionTest(parameterized.TestCase):
                 callbacks=callbacks if kind != "weights" else [],
             )
             found = self.values(again, other)
+            if kind == "weights":  # the others need no steps of this `fit` any more
+                self.check_alike(found, newest)
+                self.fit(other, rows=8, epochs=2)
+                found = self.values(again, other)
             # Its steps were of the first rows; of squares of gradients it is the sum.
             self.check_alike(
                 [part[8:] for part in found[:2]], [n[8:] for n in newest[:2]]
             )
             np.testing.assert_array_less(newest[3] - 1e-6, found[3])
             # In its second `fit` the one before it has trained; then nobody has.
-            self.fit(other, rows=8)
+            if kind != "weights":
+                self.fit(other, rows=8)
             other.load_weights(path)
             table = again.read_rows(other.layers[0].embeddings, 0, ROWS).numpy()
             self.check_alike([table], early[:1])
@@ -387,6 +392,73 @@ class PassedOverTest(parameterized.TestCase):
                 for own, expected in zip(found, weights, strict=True):
                     np.testing.assert_array_equal(own, expected)
             forget_owners()
+
+
+class SeveralFitsTest(parameterized.TestCase):
+    """Who comes when others train another model by now."""
+
+    KINDS: ClassVar[list[dict[str, Any]]] = [
+        {},
+        {"synchronous": True},
+        {"local_steps": 3},
+        {"local_steps": 3, "quorum": 1, "grace": 5.0},
+    ]
+
+    def fits(self, strategy: Any, folder: str | None, last: int) -> list[Any]:
+        """Train two models; return weights and history after each `fit`."""
+        x, found = np.ones([16, 4], "float32"), []
+        for i, width in enumerate((2, 3)):
+            with strategy.scope():
+                layers = keras.layers.Dense(width), keras.layers.Dense(1)
+                model = keras.Sequential([keras.Input([4]), *layers])
+                model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+            backup = tf_dgc.callbacks.BackupState(folder) if folder else None
+            history = model.fit(
+                *(x, x[:, :1], 8),
+                epochs=2 if i == 0 else last,
+                verbose=0,
+                callbacks=[backup] if backup else [],
+            )
+            found.append((model.get_weights(), history.history))
+        return found
+
+    def check(self, own: Any, expected: Any) -> None:
+        """Check that what was passed over is as another worker has left it."""
+        for value, other in zip(own[0], expected[0], strict=True):
+            np.testing.assert_array_equal(value, other)
+        np.testing.assert_allclose(own[1]["loss"], expected[1]["loss"])
+
+    @parameterized.product(settings=KINDS, with_backup=[False, True])
+    def test_a_chief_that_comes_again_passes_over_what_it_has_ended(
+        self, settings: dict[str, Any], with_backup: bool
+    ) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        given = folder if with_backup else None
+        with local_servers.Job(workers=1) as job:
+            chief = job.worker(0, **settings)
+            before = self.fits(chief, given, 1)
+            job.kill(chief)
+            forget_owners()
+            after = self.fits(job.worker(0, **settings), given, 2)
+            forget_owners()
+        self.check(after[0], before[0])
+        self.assertLen(after[1][1]["loss"], 2)
+        self.assertFalse(np.array_equal(after[1][0][0], before[1][0][0]))
+
+    @parameterized.product(settings=[KINDS[0], KINDS[3]], with_backup=[False, True])
+    def test_another_worker_passes_over_what_the_chief_has_ended(
+        self, settings: dict[str, Any], with_backup: bool
+    ) -> None:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        given = folder if with_backup else None
+        with local_servers.Job(workers=2) as job:
+            before = self.fits(job.worker(0, **settings), given, 2)
+            with self.assertLogs("tf_dgc", "WARNING") as logs:
+                after = self.fits(job.worker(1, **settings), given, 2)
+            forget_owners()
+        self.check(after[0], before[0])
+        (line,) = [line for line in logs.output if "passes it over" in line]
+        self.assertIn("Worker 1 came when `fit` number 1 of its script was over", line)
 
 
 class RatesTest(parameterized.TestCase):

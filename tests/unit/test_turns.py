@@ -96,7 +96,7 @@ class Job:
         self.ids = [0] * workers
         self.together = [self._of(k, backup_workers) for k in range(workers)]
         self.together[0].begin()
-        self.meetings(0).begin()
+        self.meetings(0).told.begin()
         for each in self.together:
             each._members.claim()
             each.turns.join()
@@ -193,7 +193,7 @@ class Job:
         self.together[k] = self._of(k, self.backup_workers)
         self.together[k]._members.claim()
         time.sleep(starts)
-        self.meetings(k).join()
+        self.meetings(k).told.join()
         self.turns(k).join()
 
     def value(self) -> list[np.ndarray]:
@@ -753,7 +753,7 @@ class RoundsTest(parameterized.TestCase):
         job = Job(2)
         thread = threading.Thread(target=job.meetings(1).barrier)
         thread.start()
-        while not int(job.meetings(1)._waits.read_value()[1]):
+        while not int(job.meetings(1).told.waits.read_value()[1]):
             time.sleep(0.001)
         job.turns(0).attendance.enter()
         self.assertTrue(job.turns(0).attendance.takes_part)
@@ -769,9 +769,9 @@ class RoundsTest(parameterized.TestCase):
             thread.start()
         for thread in threads:
             thread.join()
-        job.meetings(1)._workers.put(job.meetings(1)._waits, 1)  # not out of it yet
+        job.meetings(1)._workers.put(job.meetings(1).told.waits, 1)  # not out of it yet
         self.assertFalse(job.meetings(0)._waiting_for_this().any())
-        job.meetings(1)._workers.put(job.meetings(1)._arrived, 2)
+        job.meetings(1)._workers.put(job.meetings(1).told.arrived, 2)
         self.assertEqual(job.meetings(0)._waiting_for_this().tolist(), [False, True])
 
 

@@ -210,9 +210,10 @@ def count_steps(
     which is that of what was handed over.
     """
     original(epoch, *args, **kwargs)
-    pieces = getattr(epoch._distributed_dataset, "pieces", 1)
-    known = None not in (epoch._num_batches, pieces)
-    epoch._num_batches = epoch._num_batches * pieces if known else None
+    own = vars(epoch)
+    pieces = getattr(own["_distributed_dataset"], "pieces", 1)
+    known = None not in (own["_num_batches"], pieces)
+    own["_num_batches"] = own["_num_batches"] * pieces if known else None
 
 
 def components_of(value: Any) -> tuple[Any, ...] | None:

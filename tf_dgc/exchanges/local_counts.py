@@ -48,6 +48,7 @@ class CommonCount:
         """
         servers, members = make.servers, make.members
         self._own, self._per_step = local.steps, local.per_step
+        self._succession = members.succession
         self._steps = servers.variable(f"{name}.local_steps", tf.int64)
         self._first = FirstStep(name, servers, members)
         with tf.init_scope(), tf.device("CPU:0"):
@@ -92,8 +93,10 @@ class CommonCount:
 
     @property
     def missed(self) -> int:
-        """Number of steps that others have taken, if this worker has taken none."""
-        return 0 if int(self._own) else int(self._steps.read_value())
+        """Number of steps that others took, if this worker goes on, and took none."""
+        if int(self._own) or self._succession.passes:
+            return 0
+        return int(self._steps.read_value())
 
     def heed(self, taken: tf.Tensor, uncounted: Any = 0) -> None:
         """Take note of what a script has assigned to the optimizer's counter.

@@ -48,11 +48,51 @@ class MeetingWorkers(Protocol):
         """Set this worker's element of a variable of shape [W]."""
 
 
+class Whereabouts:
+    """Numbers by which workers tell how far they are, each of shape [W], int64.
+
+    Attributes:
+        moved: steps, of any kind.
+        arrived: at so many barriers.
+        waits: 1 in a barrier.
+        fits: number of the `fit` that a worker is in, or was last.
+    """
+
+    def __init__(
+        self, make: Callable[..., SharedVariable], workers: MeetingWorkers
+    ) -> None:
+        """Make the variables; arguments as of `Meetings`."""
+        self._workers, shape = workers, [workers.workers]
+        names = "moved", "arrived", "waits", "fits"
+        self.all = [make(name, tf.int64, shape) for name in names]
+        self.moved, self.arrived, self.waits, self.fits = self.all
+
+    def begin(self) -> None:
+        """Give first values: nobody has come anywhere."""
+        for variable in self.all:
+            variable.assign(tf.zeros(variable.shape, tf.int64))
+
+    def join(self) -> None:
+        """Begin: what a former process said is void."""
+        for variable in self.all:
+            self.tell(variable, 0)
+
+    def tell(self, variable: SharedVariable, value: int) -> None:
+        """Tell a number of this worker."""
+        self._workers.put(variable, value)
+
+    def ahead(self) -> np.ndarray:
+        """Tell who is in a later `fit`, and comes to this one no more: shape [W]."""
+        fits: np.ndarray = self.fits.read_value().numpy()
+        return fits > fits[self._workers.index]
+
+
 class Meetings:
     """The waits of a worker for others.
 
     Attributes:
         timeout: seconds to wait for those that have not begun.
+        told: where each is.
         moves: what the main thread of this worker does.
         naps: in waits within a step.
     """
@@ -71,33 +111,14 @@ class Meetings:
             timeout: see above.
         """
         self._workers, self.timeout = workers, timeout
-        shape = [workers.workers]
-        self._moved = make("moved", tf.int64, shape)  # steps, of any kind
-        self._arrived = make("arrived", tf.int64, shape)  # at so many barriers
-        self._waits = make("waits", tf.int64, shape)  # 1: in a barrier
+        self.told = Whereabouts(make, workers)
         self._barriers = 0
         self._given_up: list[int] = []  # workers that have never begun
         self.moves, self.naps = Progress(), Naps(self)
 
-    def begin(self) -> None:
-        """Give first values: nobody has come anywhere."""
-        for variable in (self._moved, self._arrived, self._waits):
-            variable.assign(tf.zeros(variable.shape, tf.int64))
-
-    def join(self) -> None:
-        """Begin: what a former process said is void."""
-        for variable in (self._moved, self._arrived, self._waits):
-            self._workers.put(variable, 0)
-
     def tell(self) -> None:
         """Let the others know how many steps this worker has taken."""
-        self._workers.put(self._moved, int(self.moves.steps))
-
-    @property
-    def moved(self) -> np.ndarray:
-        """Steps that each worker has taken, as it tells: shape [W], int64."""
-        found: np.ndarray = self._moved.read_value().numpy()
-        return found
+        self.told.tell(self.told.moved, int(self.moves.steps))
 
     @property
     def longest(self) -> float:
@@ -119,13 +140,13 @@ class Meetings:
         Raises:
             TimeoutError: see `wait_for_others`.
         """
-        waiting = self._waits.read_value().numpy().astype(bool) & self.others()
-        counts = self._arrived.read_value().numpy()[waiting].tolist()
+        waiting = self.told.waits.read_value().numpy().astype(bool) & self.others()
+        counts = self.told.arrived.read_value().numpy()[waiting].tolist()
         self._barriers = max(self._barriers + 1, min(counts, default=0))
-        self._workers.put(self._arrived, self._barriers)
-        self._workers.put(self._waits, 1)
-        self.wait_for_others(self._arrived, self._barriers, "A barrier")
-        self._workers.put(self._waits, 0)
+        self.told.tell(self.told.arrived, self._barriers)
+        self.told.tell(self.told.waits, 1)
+        self.wait_for_others(self.told.arrived, self._barriers, "A barrier")
+        self.told.tell(self.told.waits, 0)
 
     def wait_for_others(
         self,
@@ -138,7 +159,7 @@ class Meetings:
         """Wait until no worker has counted less than this one.
 
         But for those that have ended, are not heard of any more, wait in a barrier for
-        this one, or have not begun within the timeout.
+        this one, are in a later `fit`, or have not begun within the timeout.
 
         Args:
             counts: shape [W], int64.
@@ -164,8 +185,8 @@ class Meetings:
             absent = late & self._workers.absent()
             absent[self._given_up] = False
             here = late & self.others()
-            if counts is not self._arrived:
-                here &= ~self._waiting_for_this()
+            if counts is not self.told.arrived:
+                here &= ~(self._waiting_for_this() | self.told.ahead())
             waited = time.monotonic() - began
             if not here.any():
                 if absent.any() and waited > self.timeout:
@@ -185,8 +206,8 @@ class Meetings:
 
         Those come nowhere else. Who has met this worker there is about to leave.
         """
-        waits: np.ndarray = self._waits.read_value().numpy() == 1
-        return waits & (self._arrived.read_value().numpy() > self._barriers)
+        waits: np.ndarray = self.told.waits.read_value().numpy() == 1
+        return waits & (self.told.arrived.read_value().numpy() > self._barriers)
 
     def _give_up(self, absent: list[int], subject: str) -> None:
         _logger.warning(
@@ -226,7 +247,8 @@ class Patience:
         """
         now, limits = time.monotonic(), self._meetings
         self._looked = now
-        seen = late.tolist(), np.where(late, self._meetings.moved, 0).tolist()
+        moved = limits.told.moved.read_value()
+        seen = late.tolist(), np.where(late, moved, 0).tolist()
         if seen != self._last:
             self._last, self._since = seen, now
         if late.any() and now - self._since > limits.longest:

@@ -106,7 +106,7 @@ class Members:
     def _begin(self) -> None:
         self.place.begin()
         self.signs.begin()
-        self.meetings.begin()
+        self.meetings.told.begin()
         self.records.begin()
         self.succession.begin()
 
@@ -130,7 +130,7 @@ class Members:
         if self.signs.wait_for_end(self.index):
             raise places.refused(self.index, self.place.holder)
         self.place.make(self.put)
-        self.meetings.join()
+        self.meetings.told.join()
         self.place.tell_name()
         self.put(self.signs.states, HERE)
         self.beat_once()

@@ -1,8 +1,11 @@
-"""A chief that takes the place of one before it, and repeats its script.
+"""A worker that begins where others have trained before, and repeats its script.
 
-Until it comes to the `fit` in which that one trained, and in that, what its script
-loads or assigns was on the servers already; what they have by now is newer. So nothing
-of it goes there: neither what a table held at first, nor a backup.
+What they have done by now, a `fit` that is over, it passes over: nobody waits for it
+there, and its steps would change what others have finished.
+
+If it is the chief: until it comes to the `fit` in which one before it trained, and in
+that, what its script loads or assigns was on the servers already; what they have by now
+is newer. So nothing of it goes there: neither what a table held at first, nor a backup.
 """
 
 import tensorflow as tf
@@ -14,7 +17,11 @@ _LOOP = 0  # of a script's own, in the place of the number of a `fit`
 
 
 class Succession:
-    """Rule by which what a worker assigns outside of steps goes to the servers."""
+    """Rule by which what a worker assigns outside of steps goes to the servers.
+
+    Attributes:
+        passes: whether a `fit` is passed over now.
+    """
 
     def __init__(self, servers: Servers, is_chief: bool) -> None:
         """Make the variables.
@@ -23,7 +30,7 @@ class Succession:
             servers: of the job.
             is_chief: whether this worker's assignments count at all.
         """
-        self._is_chief = is_chief
+        self._is_chief, self.passes = is_chief, False
         self._trained = servers.variable("trained", tf.int64)
         self._before = self._fit = _NOBODY
         own = tf.VariableSynchronization.NONE
@@ -43,7 +50,7 @@ class Succession:
         self._trained.assign(_NOBODY)
 
     def join(self) -> None:
-        """Look how far a chief before this one has come."""
+        """Look how far the chief, or one before it, has come."""
         self._before = int(self._trained.read_value())
         self.enter(_LOOP)
 
@@ -51,6 +58,11 @@ class Succession:
     def counts(self) -> bool:
         """Rule by which what a worker assigns outside of steps goes to the servers."""
         return self._is_chief and self._fit > self._before
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether this `fit` was over before this worker came."""
+        return 0 < self._fit < self._before
 
     @property
     def repeats(self) -> bool:

@@ -131,13 +131,9 @@ class OneReplicaExtended(OneDevice):
             shared = SharedData(dataset)
         else:
             shared = self.distribution.shared(dataset, strategy.lockstep)
+        how = shared.meeting, shared.marks, shared.pieces
         return _host.distribute.distributed_dataset(
-            strategy,
-            shared.dataset,
-            self._device,
-            shared.meeting,
-            shared.marks,
-            shared.pieces,
+            strategy, shared.dataset, self._device, *how
         )
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:

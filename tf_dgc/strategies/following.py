@@ -1,28 +1,61 @@
 """Epochs and backups of workers with servers, which follow their chief."""
 
+import contextlib
+import json
+import logging
 import os
 import pathlib
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tf_dgc import _host
-from tf_dgc._host.shared import SharedVariable, Table
+from tf_dgc._host.shared import SharedVariable
 from tf_dgc.exchanges.downpour import Downpouring
 from tf_dgc.strategies.served_training import Fits
+
+_logger = logging.getLogger("tf_dgc")
+
+
+class PassedOver(keras.callbacks.Callback):
+    """Passes over a `fit` that was over before this worker came."""
+
+    def __init__(self, following: "Following") -> None:
+        """Take what finds the model on the servers."""
+        super().__init__()
+        self._following = following
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Let no epoch run."""
+        _host.keras.set_initial_epoch(self.model, sys.maxsize)
+        self._following.find(self.model)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Let the next `fit` begin where it says."""
+        _host.keras.set_initial_epoch(self.model, None)
 
 
 class Following:
     """Place of this worker among those that follow the chief's epochs."""
 
-    def __init__(self, make: Downpouring, fits: Fits) -> None:
+    def __init__(
+        self,
+        make: Downpouring,
+        fits: Fits,
+        prepare: Callable[[Any, Sequence[tuple[Any, Any]]], None],
+    ) -> None:
         """Take the members of the job, and the calls of `fit`.
 
         Args:
             make: of exchanges with servers.
             fits: that run.
+            prepare: moves what an optimizer trains to the servers.
         """
+        self._move, self._found = prepare, 0
         self._members, self._config, self._fits = make.members, make.settings, fits
         self._servers = make.servers
 
@@ -43,39 +76,66 @@ class Following:
         fit, epoch = records.progress
         return epoch if fit == own else sys.maxsize
 
-    def give(self, model: keras.Model) -> None:
-        """Let the others have the weights of a model whose `fit` is passed over.
-
-        No step of it moves them to the servers. The chief does it before it tells the
-        epoch.
-        """
-        for variable, shared in self._passed(model):
-            shared.assign(variable.read_value())
-
     def lead(self, model: keras.Model, epochs: int) -> None:
         """Tell the others the first epoch of a `fit`, which may be beyond all."""
         first = _host.keras.initial_epoch(model) or 0
         if first >= epochs:
-            self.give(model)
+            self.pass_over(model)
         self.tell_epoch(first)
 
-    def take(self, model: keras.Model) -> None:
-        """Take over the weights that the chief has given, if it has."""
-        for variable, shared in self._passed(model):
-            if shared.initialized:
-                _host.shared.bypassed(variable, "assign")(shared.read_value())
+    def pass_over(self, model: keras.Model) -> None:
+        """Move what a passed-over `fit` trains to the servers, or find it there.
 
-    def _passed(self, model: keras.Model) -> list[tuple[Any, SharedVariable]]:
-        """Return weights, and what stands for them on the servers after this `fit`."""
-        make, count = self._servers.variable, len(self._servers.devices)
-        found = []
-        for i, weight in enumerate(model.weights):
-            own = _host.keras.plain(weight)
-            if not isinstance(own, Table):
-                name = f"passed.{self._fits.count}.{i}"
-                shape = own.shape.as_list()
-                found.append((own, make(name, own.dtype, shape, i % count)))
-        return found
+        By its step, which is traced, and finds no data: so this worker knows the model
+        as those that have trained it do.
+        """
+        succession, data = self._members.succession, self._fits.data
+        succession.passes = True
+        try:
+            if model.run_eagerly:
+                self._prepare(model)
+            else:
+                with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
+                    model.train_function(iter(data.share.take(0)))
+        finally:
+            succession.passes = False
+
+    def _prepare(self, model: keras.Model) -> None:
+        """Move the weights there that a step trains which is not traced."""
+        optimizer, weights = model.optimizer, model.trainable_variables
+        with tf.distribute.get_strategy().scope():
+            optimizer.build(weights)
+            self._move(optimizer, [(weight, weight) for weight in weights])
+
+    def find(self, model: keras.Model) -> None:
+        """Find the model of a `fit` that is over, with its `History`, and say so."""
+        if self._found == self._fits.count:
+            return
+        self._found = self._fits.count
+        self.pass_over(model)
+        self.take_history(model)
+        _logger.warning(
+            "Worker %d came when `fit` number %d of its script was over on the others, "
+            "and passes it over: weights are those on the servers",
+            self._members.index,
+            self._fits.count,
+        )
+
+    def tell_history(self, history: Mapping[str, Any]) -> None:
+        """Let those who come later have the `History` of a `fit` that is over."""
+        if self._members.is_chief:
+            text = json.dumps(history, default=lambda each: np.asarray(each).tolist())
+            self._history.assign(text)
+
+    def take_history(self, model: keras.Model) -> None:
+        """Take over what the chief has told of this `fit`, if it has."""
+        if self._history.initialized:
+            text = self._history.read_value().numpy()
+            model.history.history.update(json.loads(text))
+
+    @property
+    def _history(self) -> SharedVariable:
+        return self._servers.variable(f"history.{self._fits.count}", tf.string)
 
     @property
     def progress(self) -> int:

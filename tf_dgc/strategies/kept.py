@@ -87,7 +87,7 @@ def follow(
     epoch = strategy.inner.following.chief_epoch()
     _host.keras.set_initial_epoch(fit.model, epoch)
     if epoch >= fit.params["epochs"]:
-        strategy.inner.following.take(fit.model)
+        strategy.inner.following.find(fit.model)
     restore(backup_dir, strategy, fit.model, epoch, within)
 
 

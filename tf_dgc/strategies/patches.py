@@ -205,6 +205,7 @@ def _servers() -> list[Patch]:
         Patch("apply", served_fits.apply, whole),
         Patch("fit", served_fits.fit, whole),
         Patch("evaluate", served_fits.evaluate, whole),
+        Patch("next epoch", served_fits.note_data, "a `fit` may be passed over"),
         Patch("predict", served_fits.evaluate, whole),
         Patch("steps", positions.steps_from_position, "a backup is within an epoch"),
     ]

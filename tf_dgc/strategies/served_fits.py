@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_dgc import _host
 from tf_dgc.servers.members import Members
 from tf_dgc.strategies import outside
+from tf_dgc.strategies.following import PassedOver
 from tf_dgc.strategies.served import DownpourExtended
 
 # How TensorFlow names a server in its errors.
@@ -58,8 +59,21 @@ def fit(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> 
                 f"Received: {each!r}. The end of `fit` puts them into the model"
             )
     arguments = strategy.extended.shares.of_fit(arguments)
-    with strategy.inner.fitting(model, callbacks), named_errors(strategy.inner.members):
-        return original(model, **arguments)
+    members, following = strategy.inner.members, strategy.inner.following
+    with strategy.inner.fitting(model, callbacks), named_errors(members):
+        if members.succession.is_over:
+            arguments["callbacks"] = [PassedOver(following), *callbacks]
+        history = original(model, **arguments)
+        following.tell_history(history.history)
+        return history
+
+
+def note_data(original: Callable[..., None], epoch: Any) -> None:
+    """Note the data that a `fit` trains on."""
+    original(epoch)
+    strategy: Any = _host.keras.strategy_of(epoch)
+    if _is_served(strategy) and not strategy.inner.fits.evaluating:
+        strategy.inner.fits.data = _host.keras.distributed_dataset_of(epoch)
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -40,7 +40,7 @@ class ServedInner(Inner):
         self.members, self.fits = self.make.members, Fits()
         super().__init__(core)
         self.make.last = self._end_fit
-        self.following = Following(self.make, self.fits)
+        self.following = Following(self.make, self.fits, self.exchanging.prepare)
         self.tables = Tables(self.make.servers, self.members, core.strategy)
         self._common = CommonSteps(core.ledger)
         self._workers = OverServers(self.make.servers, self.members)
@@ -144,12 +144,14 @@ class ServedInner(Inner):
         fits.model, fits.callbacks = model, callbacks
         fits.count += 1
         self.members.succession.enter(fits.count)
+        told = self.members.meetings.told
+        told.tell(told.fits, fits.count)
         self.take_back()
         try:
             yield
         finally:
             fits.running -= 1
-            fits.model, fits.callbacks = None, ()
+            fits.model, fits.callbacks, fits.data = None, (), None
             self.members.succession.leave()
             self.core.extended.shares.training_next = False
             with contextlib.suppress(tf.errors.OpError):  # of a server that has failed

@@ -26,6 +26,7 @@ class Fits:
         count: number of calls of `fit` so far.
         model: that is trained, if one is.
         callbacks: of this `fit`.
+        data: that it trains on, as distributed.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Fits:
         self.running = self.evaluating = self.count = 0
         self.model: keras.Model | None = None
         self.callbacks: Sequence[Any] = ()
+        self.data: Any = None
 
 
 class ServedTraining(Exchanging):
