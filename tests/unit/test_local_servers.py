@@ -541,6 +541,19 @@ class HeartbeatTest(parameterized.TestCase):
             with mock.patch.object(clocks.Clocks, "_nap", waits):
                 models[0].fit(x, x[:, :1], batch_size=4, verbose=0)
 
+    @parameterized.parameters({"synchronous": True}, {"local_steps": 1})
+    def test_steps_are_signs_of_life_as_well(self, **settings: Any) -> None:
+        with local_servers.Job(workers=1) as job:
+            strategy = job.worker(0, **settings)
+            members, x = strategy._members, np.zeros([16, 4], "float32")
+            model = linear(strategy)
+            model.fit(x, x[:, :1], 8, verbose=0)
+            members.pulse.end()  # as where its thread has no processor
+            members.put(members.signs.seen, 1.0)
+            self.assertFalse(members.living().numpy().any())
+            model.fit(x, x[:, :1], 8, verbose=0)
+            self.assertTrue(members.living().numpy().all())
+
     def test_who_is_not_heard_of_is_named_to_people_and_to_itself(self) -> None:
         with local_servers.Job(workers=2) as job:
             chief, other = (job.worker(k, liveness=60.0) for k in range(2))

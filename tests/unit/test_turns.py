@@ -5,6 +5,7 @@ import itertools
 import random
 import threading
 import time
+import types
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,7 @@ class Worker:
         self.index, self.workers, self.dead = index, len(ids), dead
         self.place, self.ids = Place(next(_numbers) + 1, ids), ids
         self.liveness = liveness
+        self.signs = types.SimpleNamespace(show=lambda put: None)
 
         def make(kind: str, dtype: Any, shape: Any) -> Any:
             return servers_of().variable(f"{name}.{kind}", dtype, shape)

@@ -60,6 +60,7 @@ class Arrivals:
         Args:
             weight: shape [], float32; what it counts in the mean.
         """
+        self._members.signs.show(self._members.put)
         with tf.device(self._device):
             self._members.put(self._weights, weight)
             given = [self._weights.read_value()]

@@ -65,6 +65,11 @@ class WorkerSigns:
                 self._liveness,
             )
 
+    def show(self, put: Callable[[SharedVariable, Any], None]) -> None:
+        """Let the others see that it lives, in a step: its own thread may come late."""
+        with tf.device(self._device):
+            put(self.seen, tf.timestamp())
+
     def look(self, index: int) -> None:
         """Tell people which other workers are not heard of any more, or are again.
 
