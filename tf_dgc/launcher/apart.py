@@ -14,7 +14,13 @@ _STEADY_SECONDS = 600.0
 
 
 class Group(Protocol):
-    """Tasks that run, workers before servers: `WorkerProcesses` here, or `Hosts`."""
+    """Tasks that run, workers before servers: `WorkerProcesses` here, or `Hosts`.
+
+    Attributes:
+        names: what stands before the output of each.
+    """
+
+    names: list[str]
 
     def exit_codes(self) -> list[int | None]:
         """Return the exit code of each task, None where it still runs."""

@@ -134,13 +134,13 @@ class Hosts:
             f"{self._agents[i].host.address}:{self._agents[i].ports[k]}"
             for i, k in self._places
         ]
-        names, own = tasks.names(), tasks.environments(addresses)
+        self.names, own = tasks.names(), tasks.environments(addresses)
         for i, agent_there in enumerate(self._agents):
             there = [t for t, (host, _) in enumerate(self._places) if host == i]
             agent_there.order(
                 command=command,
                 environments=[{**environment, **own[task]} for task in there],
-                names=[names[task] for task in there],
+                names=[self.names[task] for task in there],
                 terminal=self._view.terminal,
                 chief=self._view.chief,
                 grace=ssh.grace,

@@ -204,7 +204,7 @@ class Job:
             end = self._apart.end_of(group)
         else:
             codes = group.exit_codes()
-            end = _together(codes)
+            end = _together(codes, group.names)
             if notice := self._early.notice(codes, time.monotonic()):
                 self._say(notice)
         return end or self._own_end.now()
@@ -235,12 +235,12 @@ class Job:
         self.view.note(text)
 
 
-def _together(workers: Sequence[int | None]) -> End | None:
+def _together(workers: Sequence[int | None], names: Sequence[str]) -> End | None:
     """Return how workers end that need each other."""
-    if failed := [(rank, code) for rank, code in enumerate(workers) if code]:
-        rank, code = failed[0]
-        reason = f"worker {rank} ended with status {status_of(code)}"
-        return End(status_of(code), reason, str(rank))
+    if failed := [(k, code) for k, code in enumerate(workers) if code]:
+        k, code = failed[0]
+        reason = f"worker {names[k]} ended with status {status_of(code)}"
+        return End(status_of(code), reason, names[k])
     return None if None in workers else End(0)
 
 

@@ -235,7 +235,7 @@ class WorkerProcesses:
         """
         self._command = command
         self._environments = list(environments)
-        self._names = labels(len(environments)) if names is None else list(names)
+        self.names = labels(len(environments)) if names is None else list(names)
         self._view = screen.All() if view is None else view
         self._processes: list[subprocess.Popen[bytes]] = []
         self._copiers: list[output.Copier] = []
@@ -256,7 +256,7 @@ class WorkerProcesses:
         own = self._family.mark(task) | dict(self._environments[task])
         with contextlib.ExitStack() as stack:
             out: int | None = None
-            chief = self._names[task] == self._view.chief
+            chief = self.names[task] == self._view.chief
             terminal = self._view.terminal if chief else None
             if terminal is not None:
                 master, out = terminal.open()
@@ -282,7 +282,7 @@ class WorkerProcesses:
             return process
 
     def _copy_both(self, task: int) -> None:
-        process, name = self._processes[task], self._names[task]
+        process, name = self._processes[task], self.names[task]
         for source, stream in ((process.stdout, "out"), (process.stderr, "err")):
             if source is not None:
                 sink = self._view.sink(name, stream)

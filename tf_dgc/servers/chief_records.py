@@ -96,7 +96,10 @@ def compare(
 ) -> None:
     """Raise ValueError where a worker's record is not the chief's; names the fields."""
     own = json.loads(json.dumps(own))
-    differ = sorted(f for f in {*chief, *own} if chief.get(f) != own.get(f))
+    differ = [f for f in {*chief, *own} if chief.get(f) != own.get(f)]
+    differ.sort(
+        key=lambda field: (field == "shards", field)
+    )  # which follow from shapes
     if differ:
         lines = [
             f"`{ascii(field)[1:-1]}` differs: {chief.get(field)!r} on rank 0; "
