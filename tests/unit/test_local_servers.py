@@ -402,16 +402,21 @@ class SeveralFitsTest(parameterized.TestCase):
         {"synchronous": True},
         {"local_steps": 3},
         {"local_steps": 3, "quorum": 1, "grace": 5.0},
+        {"compression": tf_dgc.DGCConfig(sparsity=0.5, min_elements=1)},
+        {"compression": tf_dgc.DGCConfig(min_elements=1), "local_steps": 3},
     ]
 
-    def fits(self, strategy: Any, folder: str | None, last: int) -> list[Any]:
+    def fits(
+        self, strategy: Any, folder: str | None, last: int, eagerly: bool = False
+    ) -> list[Any]:
         """Train two models; return weights and history after each `fit`."""
         x, found = np.ones([16, 4], "float32"), []
         for i, width in enumerate((2, 3)):
             with strategy.scope():
                 layers = keras.layers.Dense(width), keras.layers.Dense(1)
                 model = keras.Sequential([keras.Input([4]), *layers])
-                model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+                optimizer = keras.optimizers.SGD(0.01)
+                model.compile(optimizer, "mse", run_eagerly=eagerly, jit_compile=False)
             backup = tf_dgc.callbacks.BackupState(folder) if folder else None
             history = model.fit(
                 *(x, x[:, :1], 8),
@@ -429,6 +434,8 @@ class SeveralFitsTest(parameterized.TestCase):
         np.testing.assert_allclose(own[1]["loss"], expected[1]["loss"])
 
     @parameterized.product(settings=KINDS, with_backup=[False, True])
+    @pytest.mark.few(3, 12)
+    @pytest.mark.long
     def test_a_chief_that_comes_again_passes_over_what_it_has_ended(
         self, settings: dict[str, Any], with_backup: bool
     ) -> None:
@@ -445,7 +452,21 @@ class SeveralFitsTest(parameterized.TestCase):
         self.assertLen(after[1][1]["loss"], 2)
         self.assertFalse(np.array_equal(after[1][0][0], before[1][0][0]))
 
+    @parameterized.parameters({}, {"local_steps": 3})
+    @pytest.mark.few(1, 2)
+    @pytest.mark.long
+    def test_so_it_is_where_steps_run_eagerly(self, **settings: Any) -> None:
+        with local_servers.Job(workers=1) as job:
+            chief = job.worker(0, **settings)
+            before = self.fits(chief, None, 1, eagerly=True)
+            job.kill(chief)
+            after = self.fits(job.worker(0, **settings), None, 2, eagerly=True)
+        self.check(after[0], before[0])
+        self.assertFalse(np.array_equal(after[1][0][0], before[1][0][0]))
+
     @parameterized.product(settings=[KINDS[0], KINDS[3]], with_backup=[False, True])
+    @pytest.mark.few(2, 4)
+    @pytest.mark.long
     def test_another_worker_passes_over_what_the_chief_has_ended(
         self, settings: dict[str, Any], with_backup: bool
     ) -> None:

@@ -263,6 +263,8 @@ class ModelsTest(parameterized.TestCase):
         ],
         by_hand=[False, True],
     )
+    @pytest.mark.few(3, 8)
+    @pytest.mark.long
     def test_a_worker_may_keep_models_that_another_has_dropped(
         self, settings: dict[str, Any], by_hand: bool
     ) -> None:

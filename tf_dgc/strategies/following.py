@@ -103,7 +103,8 @@ class Following:
     def _prepare(self, model: keras.Model) -> None:
         """Move the weights there that a step trains which is not traced."""
         optimizer, weights = model.optimizer, model.trainable_variables
-        with tf.distribute.get_strategy().scope():
+        strategy: Any = _host.keras.strategy_of(model)
+        with strategy.scope():
             optimizer.build(weights)
             self._move(optimizer, [(weight, weight) for weight in weights])
 
@@ -111,10 +112,12 @@ class Following:
         """Find the model of a `fit` that is over, with its `History`, and say so."""
         if self._found == self._fits.count:
             return
+        level = logging.INFO if self._found else logging.WARNING
         self._found = self._fits.count
         self.pass_over(model)
         self.take_history(model)
-        _logger.warning(
+        _logger.log(
+            level,
             "Worker %d came when `fit` number %d of its script was over on the others, "
             "and passes it over: weights are those on the servers",
             self._members.index,
