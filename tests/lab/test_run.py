@@ -99,6 +99,31 @@ class Launched(unittest.TestCase):
         return [int(line.split()[-1]) for line in lines]
 
 
+class PortsTest(unittest.TestCase):
+    def test_no_two_processes_choose_a_port_that_nobody_listens_at_yet(self) -> None:
+        code = """
+from tf_dgc.launcher import workers
+workers._PORTS = range(31_900, 31_960)
+print(*workers.free_ports(25), flush=True)
+input()
+"""
+        command = [sys.executable, "-c", code]
+        found: list[str] = []
+        for _ in range(2):
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self.addCleanup(process.stdout.close)
+            self.addCleanup(process.communicate, "\n")
+            found += process.stdout.readline().split()
+        self.assertEqual(len(found), 50)
+        self.assertEqual(len(set(found)), 50)
+
+
 class HereTest(Launched):
     def test_it_needs_the_standard_library_only(self) -> None:
         script = self.script("print(rank)")

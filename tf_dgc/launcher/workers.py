@@ -30,19 +30,32 @@ ORACLE = "oracle"  # name of the task in which one decides
 # Below those that Linux gives to connections by itself: one of these could be taken
 # before the worker listens that it is for.
 _PORTS = range(20_000, 32_000)
+_MOST_CHOSEN = 128
+_chosen: list[socket.socket] = []  # by whose names other processes know of choices
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different TCP ports that nobody listens on."""
+    """Return `count` different TCP ports that nobody listens on.
+
+    Nor will a process that has chosen them here, and is still starting what listens.
+    """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
             if len(found) == count:
                 break
             own = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
+            mark = socket.socket(socket.AF_UNIX)
+            try:
+                mark.bind(f"\0tf_dgc port {port}")  # of the same network as the port
                 own.bind(("", port))
+            except OSError:
+                mark.close()
+            else:
                 found.append(port)
+                _chosen.append(mark)
+    while len(_chosen) > max(_MOST_CHOSEN, count):
+        _chosen.pop(0).close()
     return found
 
 
